@@ -13,10 +13,10 @@ from typing import Any, get_args, get_type_hints
 
 from .errors import RefitMismatch
 
-TRANSPORTS = ("auto", "ipc", "p2p", "golden")
+TRANSPORTS = ("auto", "ipc", "pull", "p2p", "golden")
 # NVIDIA's nccl.m2n, a peer of the bench: why it is no transport yet, installed or not.
 _NO_M2N = (
-    "m2n carries no refits; give auto, ipc, p2p or golden (nccl.m2n moves one tensor a call, knows only even meshes of two "
+    "m2n carries no refits; give auto, ipc, pull, p2p or golden (nccl.m2n moves one tensor a call, knows only even meshes of two "
     "dimensions, and is not joined with the checksums of verify; 'rlrefit bench --peers m2n' times it)"
 )
 _VERIFY_MODES = ("off", "sampled", "full")
@@ -35,7 +35,8 @@ class RefitConfig:
 
     Attributes:
         transport: ``p2p`` sends each shard straight to the shards that want it, over NCCL or gloo; ``ipc``
-            writes straight into the engines' parameters, on GPUs of one host; ``golden`` broadcasts every
+            writes straight into the engines' parameters, on GPUs of one host, and has engines whose memory can't be
+            mapped read the trainer's; ``pull`` has all engines read; ``golden`` broadcasts every
             held fragment to everyone (slow, the oracle); ``auto`` takes ``ipc`` where it can work, else
             ``p2p``, and says why. ``m2n`` (NVIDIA's ``nccl.m2n``) is refused, since it carries no refits yet.
         bucket_mb: size of a bucket in MiB. ``p2p`` stages through two of them for each direction and stream,

@@ -36,7 +36,6 @@ class BulkPath:
 
     Attributes:
         name: of the transport that serves.
-        reason: why this one.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class BulkPath:
         chosen: tuple[str, str],
         fragments: Sequence[Fragment],
         *,
-        sleeps: bool = False,
+        sleeps: bool | None = None,
         rewritten: Mapping[str, str] = MappingProxyType({}),
         source: WeightSource | None = None,
         as_planned: Callable[[Sequence[Fragment]], list[Fragment]] = list,
@@ -66,7 +65,7 @@ class BulkPath:
             plan: this rank's.
             chosen: name of the transport, and why.
             fragments: this rank's.
-            sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do.
+            sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do; None if it does not say.
             rewritten: weights that this rank may change itself between two refits, with reasons
                 (:func:`..weights.endpoints.rewritten`).
             source: a trainer rank's weights.
@@ -77,7 +76,7 @@ class BulkPath:
         """
         self._channel = channel
         self._bindings = 0
-        self.name, self.reason = chosen
+        self.name, self._reason = chosen
         self._falls_back = config.transport == "auto" and self.name != FALLBACK
         self._make = partial(
             make_transport,
@@ -93,7 +92,7 @@ class BulkPath:
         self._deltas: DeltaPath | None = None
         self._recording: Recording | None = None
         self._must_be_sparse = config.delta == "always"
-        self._sleeps = sleeps
+        self._sleeps = bool(sleeps) and not channel.world.is_source
         # Whether an engine's weights have to be read before a sparse refit builds on them.
         self._unseen = False
         try:
@@ -217,10 +216,9 @@ class BulkPath:
                 raise
             self._falls_back = False
             end_all([self._transport.close], error)
-            self.reason = f"auto: {self.name} can't serve: {error}"
+            self._reason = f"auto: {self.name} can't serve: {error}"
             if self._channel.world.rank == 0:
-                logger.warning("%s; %s serves instead, by the plan that was made", self.reason, FALLBACK)
-            self.name = FALLBACK
+                logger.warning("%s; %s serves instead, by the plan that was made", self._reason, FALLBACK)
             self._transport = self._make(FALLBACK)
             self._bind(fragments)
 
@@ -235,6 +233,19 @@ class BulkPath:
             self._bind(fragments)
 
     def _bind(self, fragments: Sequence[Fragment]) -> None:
+        described = self._describe(fragments)
+        while self._transport.asks_again(described):
+            described = self._describe(fragments)
+        self.name = self._transport.name
+        reason = ""
+        try:
+            self._transport.connect(described)
+        except TransportUnavailable as error:
+            reason = str(error)
+        self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
+
+    def _describe(self, fragments: Sequence[Fragment]) -> list[object]:
+        """Bind the transport, and hear what all ranks' transports describe, as far as it concerns this one."""
         self._bindings += 1
         described, reason = None, ""
         try:
@@ -245,11 +256,12 @@ class BulkPath:
         common, direct = _addressed(described)
         told, own = self._channel.exchange(f"bound/{self._bindings}", [common, reason], direct)
         self._require_none([reason for _, reason in told])
-        try:
-            self._transport.connect(_delivered([common for common, _ in told], own, self._channel.world.rank))
-        except TransportUnavailable as error:
-            reason = str(error)
-        self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
+        return _delivered([common for common, _ in told], own, self._channel.world.rank)
+
+    @property
+    def reason(self) -> str:
+        """Why this transport, and how it serves."""
+        return "; ".join(filter(None, (self._reason, self._transport.remark)))
 
     def moved(self) -> bool:
         """As :meth:`~..transport.Transport.moved`."""

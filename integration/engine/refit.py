@@ -26,7 +26,7 @@ from ..layout import Axes, Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
 from ..records.clock import StageClock
-from ..transport import TransferResult, choose
+from ..transport import ONE_SIDED, TransferResult, choose
 from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of, rewritten
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -168,7 +168,7 @@ class RefitEngine:
             bucket_bytes=self.config.bucket_bytes,
             topology=Topology.of_hosts([place.host for place in places], [place.device for place in places]),
             # One-sided, every sender reaches every receiver, and none passes anything on.
-            fan_out=False if self._chosen[0] == "ipc" else None,
+            fan_out=False if self._chosen[0] in ONE_SIDED else None,
             pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
         )
         self.manifest = self.analysis.manifest
@@ -222,7 +222,7 @@ class RefitEngine:
             misc,
             self.config,
             device,
-            sleeps=gives_memory_back(self._endpoint),
+            sleeps=bool(gives_memory_back(self._endpoint)),
         )
 
     def stale(self) -> bool:
@@ -386,7 +386,7 @@ class RefitEngine:
 
     @property
     def transport_name(self) -> str:
-        """What carries the bulk of the bytes, for records: ``ipc``, ``p2p``, ``golden``, ``buckets`` or ``broadcast``."""
+        """What carries the bulk of the bytes, for records: ``ipc``, ``pull``, ``p2p``, ``golden``, ``buckets`` or ``broadcast``."""
         name = self._bulk.name if self._bulk is not None else self._chosen[0]
         return "buckets" if name == "p2p" and self.way.shared_memory else name
 
@@ -394,7 +394,7 @@ class RefitEngine:
     def transport_reason(self) -> str:
         """Why it is that one, for the log; nothing where no other could be."""
         reason = self._bulk.reason if self._bulk is not None else self._chosen[1]
-        if not self.way.shared_memory or self.transport_name == "ipc":
+        if not self.way.shared_memory or self.transport_name in ONE_SIDED:
             return reason
         # The reason may already name two ranks of one GPU.
         return f"{reason}; {self._group_choice.how if self._group_choice.why in reason else self._group_choice.reason}"
@@ -455,13 +455,13 @@ class RefitEngine:
 
     def _exchanges_over_it(self) -> bool:
         """Whether anything surely goes through the group of all ranks: one-sided writes alone need none."""
-        if self.way.all_misc or self._chosen[0] != "ipc" or self.manifest.specs("misc"):
+        if self.way.all_misc or self._chosen[0] not in ONE_SIDED or self.manifest.specs("misc"):
             return True
         return self.config.delta != "off" and self._delta_choices[0] == self._group_choice
 
     def _choose_delta_groups(self, places: Sequence[GpuFacts]) -> tuple[GroupChoice, ...]:
         """What sparse refits may go over, the best first."""
-        if self._chosen[0] != "ipc":
+        if self._chosen[0] not in ONE_SIDED:
             return (self._group_choice,)
         return choose_delta_groups(places, self._group_choice)
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from ..control.decoding import decode_from
 from ..errors import RefitMismatch
+from ..layout import Box
 from ..packing import Strided
 
 # Limits of what a peer may say, far above any real model.
 _MOST_CHARACTERS = 256
+_MOST_WORDS = 4096
 _MOST_DIMS = 8
 _MOST_BYTES = 1 << 46
 _MOST_SECONDS = 1e9
@@ -51,17 +53,33 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """What a peer that reads a view makes of it.
+
+    Attributes:
+        encoding: index among the description's.
+        shape: of the view, which is all that the rank holds there.
+        window: the segment, in the coordinates of what is encoded of the view.
+    """
+
+    encoding: int
+    shape: tuple[int, ...]
+    window: Box
+
+
+@dataclass(frozen=True)
 class View:
-    """Strided memory of an allocation; its shape is the segment's, which both sides know."""
+    """Strided memory of an allocation; its shape is the segment's, which both sides know, if it is not encoded."""
 
     place: Place
     strides: tuple[int, ...]  # in bytes
     itemsize: int
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True)
-class Inbox:
-    """Where one sender writes: its segments in the order of the plan, its checksums, and last its signal."""
+class Shared:
+    """What one peer writes or reads: the segments in the order of the plan, the checksums, and last the signal."""
 
     views: tuple[View, ...]
     checksums: Place
@@ -76,10 +94,12 @@ class Description:
         process: name of the process.
         device: UUID of the GPU.
         timeout_s: seconds for which it waits for its senders.
-        allocations: all that ``inboxes`` point into.
+        allocations: all that ``shared`` points into.
         address: of the exporter's descriptor server; empty if no allocation has chunks.
         token: of that server, hex.
-        inboxes: by the sending rank; none on trainer ranks.
+        shared: by the peer: by the senders that write a receiver's memory, or by the receivers that read a sender's.
+        pulls: why this rank reads its senders' memory, where they do not write its own; empty if they do.
+        encodings: of what is encoded as it is read, as plain data.
     """
 
     process: str
@@ -88,7 +108,9 @@ class Description:
     allocations: tuple[Allocation, ...] = ()
     address: str = ""
     token: str = ""
-    inboxes: Mapping[int, Inbox] = field(default_factory=dict)
+    shared: Mapping[int, Shared] = field(default_factory=dict)
+    pulls: str = ""
+    encodings: tuple[object, ...] = ()
 
     @property
     def sleeps(self) -> bool:
@@ -98,15 +120,18 @@ class Description:
     def to_json(self) -> dict[str, Any]:
         """Plain data. Views are given by columns, since thousands of them share few strides."""
         layouts: dict[tuple[int, ...], int] = {}
-        inboxes: dict[str, Any] = {}
-        for source, inbox in self.inboxes.items():
-            kinds = [layouts.setdefault((v.itemsize, *v.strides), len(layouts)) for v in inbox.views]
-            inboxes[str(source)] = {
+        shared: dict[str, Any] = {}
+        for peer, one in self.shared.items():
+            kinds = [layouts.setdefault((v.itemsize, *v.strides), len(layouts)) for v in one.views]
+            shared[str(peer)] = {
                 "layout": kinds,
-                "allocation": [v.place.allocation for v in inbox.views],
-                "offset": [v.place.offset for v in inbox.views],
-                "checksums": asdict(inbox.checksums),
-                "signal": asdict(inbox.signal),
+                "allocation": [v.place.allocation for v in one.views],
+                "offset": [v.place.offset for v in one.views],
+                "encoded": {
+                    str(i): _flat(v.encoded) for i, v in enumerate(one.views) if v.encoded is not None
+                },
+                "checksums": asdict(one.checksums),
+                "signal": asdict(one.signal),
             }
         return {
             "process": self.process,
@@ -119,7 +144,9 @@ class Description:
             "address": self.address,
             "token": self.token,
             "layouts": [list(layout) for layout in layouts],
-            "inboxes": inboxes,
+            "shared": shared,
+            "pulls": self.pulls,
+            "encodings": list(self.encodings),
         }
 
     @staticmethod
@@ -135,7 +162,7 @@ class Description:
         """
         told = decode_from(_Told, data, rank, f"refit rank {rank}", "its GPU memory", stage="connect")
         try:
-            inboxes = {source: told.inbox(columns) for source, columns in told.inboxes.items()}
+            shared = {peer: told.shared_with(columns) for peer, columns in told.shared.items()}
         except ValueError as error:
             raise RefitMismatch(
                 f"refit rank {rank} describes its GPU memory with places that are not in it: {error}. Nothing was written; "
@@ -144,7 +171,15 @@ class Description:
                 blamed=rank,
             ) from error
         return Description(
-            told.process, told.device, told.timeout_s, told.allocations, told.address, told.token, inboxes
+            told.process,
+            told.device,
+            told.timeout_s,
+            told.allocations,
+            told.address,
+            told.token,
+            shared,
+            told.pulls,
+            tuple(told.encodings),
         )
 
     def same_places(self, other: Description) -> bool:
@@ -152,12 +187,12 @@ class Description:
         it sleeps."""
         return replace(other, address=self.address, token=self.token) == self
 
-    def target(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:
+    def memory(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:
         """A view as memory of this process.
 
         Args:
             view: of this description.
-            shape: of the segment.
+            shape: of the segment, or of the view if it is encoded.
             bases: address of each allocation as it is mapped here.
 
         Raises:
@@ -170,10 +205,10 @@ class Description:
         if view.place.offset + last + view.itemsize > self.allocations[view.place.allocation].size:
             raise ValueError("a segment reaches out of its allocation")
         address = bases[view.place.allocation] + view.place.offset
-        target = Strided(address, tuple(shape), view.strides, view.itemsize)
-        if target.repeats:
+        found = Strided(address, tuple(shape), view.strides, view.itemsize)
+        if found.repeats:
             raise ValueError("a segment has several elements at one place; was its parameter expanded?")
-        return target
+        return found
 
     def region(self, place: Place, nbytes: int, bases: Sequence[int]) -> int:
         """The address of ``nbytes`` at ``place``, as mapped here.
@@ -188,11 +223,12 @@ class Description:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The views of an inbox by columns, since thousands of them share few layouts."""
+    """What is shared with one peer: the views by columns, since thousands of them share few layouts."""
 
     layout: list[int]
     allocation: list[int]
     offset: list[int]
+    encoded: dict[int, list[int]]
     checksums: Place
     signal: Place
 
@@ -208,12 +244,16 @@ class _Told:
     address: str
     token: str
     layouts: list[list[int]]
-    inboxes: dict[int, _Columns]
+    shared: dict[int, _Columns]
+    pulls: str
+    encodings: list[object]
 
     def __post_init__(self) -> None:
         for text in (self.process, self.device, self.address, self.token):
             if len(text) > _MOST_CHARACTERS:
                 raise ValueError(f"a text of {len(text)} characters")
+        if len(self.pulls) > _MOST_WORDS:
+            raise ValueError(f"a reason of {len(self.pulls)} characters")
         bytes.fromhex(self.token)
         for allocation in self.allocations:
             _check(allocation)
@@ -225,21 +265,39 @@ class _Told:
             for stride in strides:
                 _require_within(stride, _MOST_BYTES)
 
-    def inbox(self, columns: _Columns) -> Inbox:
-        """One inbox, with all its places checked."""
+    def shared_with(self, columns: _Columns) -> Shared:
+        """What is shared with one peer, with all its places checked."""
         views = []
-        for number, allocation, offset in zip(
-            columns.layout, columns.allocation, columns.offset, strict=True
+        for index, (number, allocation, offset) in enumerate(
+            zip(columns.layout, columns.allocation, columns.offset, strict=True)
         ):
             _require_within(number, len(self.layouts))
             itemsize, *strides = self.layouts[number]
-            views.append(View(self._checked(Place(allocation, offset)), tuple(strides), itemsize))
-        return Inbox(tuple(views), self._checked(columns.checksums), self._checked(columns.signal))
+            encoded = None
+            if index in columns.encoded:
+                encoded = _unflat(columns.encoded[index], len(strides))
+                _require_within(encoded.encoding, len(self.encodings))
+            views.append(View(self._checked(Place(allocation, offset)), tuple(strides), itemsize, encoded))
+        return Shared(tuple(views), self._checked(columns.checksums), self._checked(columns.signal))
 
     def _checked(self, place: Place) -> Place:
         _require_within(place.allocation, len(self.allocations))
         _require_within(place.offset, self.allocations[place.allocation].size)
         return place
+
+
+def _flat(encoded: Encoded) -> list[int]:
+    return [encoded.encoding, *encoded.shape, *(bound for part in encoded.window for bound in part)]
+
+
+def _unflat(numbers: Sequence[int], dims: int) -> Encoded:
+    """Inverse of :func:`_flat`."""
+    if len(numbers) != 1 + 3 * dims:
+        raise ValueError(f"{len(numbers)} numbers for what is encoded of {dims} dimensions")
+    encoding, shape, bounds = numbers[0], tuple(numbers[1 : 1 + dims]), numbers[1 + dims :]
+    for bound in (*shape, *bounds):
+        _require_within(bound, _MOST_BYTES)
+    return Encoded(encoding, shape, tuple(zip(bounds[::2], bounds[1::2], strict=True)))
 
 
 def _check(allocation: Allocation) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from ..errors import TransportUnavailable, end_all
+from ..packing import Strided
 from .description import HANDLE_HEX, Allocation, Description
 from .descriptors import fetch
 from .driver import DriverError, call, driver, on_device
@@ -165,3 +166,19 @@ class ImportedMemory:
                 "namespaces and the user, and their GPUs must reach each other",
                 stage="connect",
             ) from error
+
+
+def tensor_at(memory: Strided, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor over memory that is mapped into this process, for kernels that take addresses: torch takes it for memory of
+    ``device``, and keeps nothing of it.
+
+    Raises:
+        ValueError: its places are no whole elements of ``dtype``.
+    """
+    if memory.itemsize != dtype.itemsize or any(stride % dtype.itemsize for stride in memory.strides):
+        raise ValueError(
+            f"items of {memory.itemsize} bytes at strides {memory.strides} are no elements of {dtype}"
+        )
+    storage = torch._C._construct_storage_from_data_pointer(memory.address, device, memory.extent)
+    strides = tuple(stride // dtype.itemsize for stride in memory.strides)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, memory.shape, strides)

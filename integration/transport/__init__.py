@@ -21,6 +21,7 @@ from .p2p import P2PTransport
 
 __all__ = [
     "FALLBACK",
+    "ONE_SIDED",
     "GoldenTransport",
     "IpcTransport",
     "P2PTransport",
@@ -33,6 +34,8 @@ __all__ = [
 
 # What serves any layout and any network.
 FALLBACK = "p2p"
+# What needs no group of ranks: one side writes or reads the other's memory.
+ONE_SIDED = frozenset(("ipc", "pull"))
 
 
 def choose(transport: str, told: Sequence[GpuFacts], train_ranks: int) -> tuple[str, str]:
@@ -54,7 +57,7 @@ def choose(transport: str, told: Sequence[GpuFacts], train_ranks: int) -> tuple[
     else:
         name, reason = transport, "asked for by policy.refit.transport"
     obstacle = without_nccl(told)
-    return name, reason if name == "ipc" or not obstacle else f"{reason}, without NCCL: {obstacle}"
+    return name, reason if name in ONE_SIDED or not obstacle else f"{reason}, without NCCL: {obstacle}"
 
 
 def make_transport(
@@ -65,12 +68,12 @@ def make_transport(
     plan: Plan | BroadcastPlan,
     config: RefitConfig,
     *,
-    sleeps: bool = False,
+    sleeps: bool | None = None,
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
     ``choice``: what its communicators are made of, if it has some. ``sleeps``: whether this rank frees the memory
-    of its parameters between refits, as engines with a sleep mode do.
+    of its parameters between refits, as engines with a sleep mode do; None if it does not say.
 
     Raises:
         ValueError: no transport has that name.
@@ -92,7 +95,8 @@ def make_transport(
         except BaseException as error:
             end_all([partial(opened.close, failed=True)], error)
             raise
-    if transport == "ipc" and isinstance(plan, Plan):
+    if transport in ONE_SIDED and isinstance(plan, Plan):
+        pulls = transport == "pull" and not world.is_source
         return IpcTransport(
             world.rank,
             plan,
@@ -103,9 +107,12 @@ def make_transport(
             world.describe,
             turn=channel.turn,
             sleeps=sleeps,
+            pulls="policy.refit.transport asks for it" if pulls else "",
+            # Where the network can join the ranks, auto goes by that.
+            may_pull=config.transport != "auto" or choice.kind != "network",
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(
             group(1), world.rank, plan, config.verify, channel.turn, is_source=world.is_source
         )
-    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc or golden")
+    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull or golden")

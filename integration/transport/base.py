@@ -39,8 +39,6 @@ class Transport(ABC):
         turn: at which message sampled checks begin, the same on all ranks.
     """
 
-    name: str
-
     def __init__(self, rank: int, verify: str, turn: int = 0):
         self.rank = rank
         self.verify = verify
@@ -51,6 +49,16 @@ class Transport(ABC):
         self._memory: DeviceMemory | None = None
         self._have_moved: Callable[[], bool] | None = None
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As records and errors have it."""
+
+    @property
+    def remark(self) -> str:
+        """What is to be told of how it serves once it is connected; empty if nothing is."""
+        return ""
+
     @abstractmethod
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Make all views and buffers for this rank's fragments. Called again whenever storage has moved."""
@@ -58,6 +66,15 @@ class Transport(ABC):
     def describe(self) -> object:
         """After ``bind``: what this rank's peers must know of its storage, as plain data for the rendezvous."""
         return None
+
+    def asks_again(self, described: Sequence[object]) -> bool:
+        """Read what all ranks described, in the order of ranks: whether all have to bind and describe once more before they
+        connect, since it shows only now what they need of each other. The same answer on all ranks.
+
+        Raises:
+            RefitMismatch: a rank describes its storage in a form that can't be read.
+        """
+        return False
 
     def connect(self, described: Sequence[object]) -> None:  # noqa: B027 - most need nothing of their peers
         """Read what all ranks described, in the order of ranks. After this the transport can run.

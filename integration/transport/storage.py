@@ -76,11 +76,13 @@ class LiveViews:
         """
         self._device = device
         self._by_name: dict[str, list[Fragment]] = defaultdict(list)
+        self._by_box: dict[tuple[str, Box], Fragment] = {}
         # Subclasses (vLLM's parameters) would run their own code for each question.
         with torch._C.DisableTorchFunctionSubclass():
             for fragment in fragments:
                 _require_storage(fragment)
                 self._by_name[fragment.name].append(fragment)
+                self._by_box.setdefault((fragment.name, fragment.box), fragment)
 
     def places(self) -> tuple[Place, ...]:
         """Equal for fragments of which each lies where the other's does, in the same storage."""
@@ -133,6 +135,10 @@ class LiveViews:
         Raises:
             PlanError: no fragment holds it.
         """
+        # Most segments are whole fragments, of which a weight may have thousands.
+        whole = self._by_box.get((segment.name, segment.box))
+        if whole is not None:
+            return _view_of(whole, segment.box)
         for fragment in self._by_name[segment.name]:
             if intersect(fragment.box, segment.box) == segment.box:
                 return _view_of(fragment, segment.box)

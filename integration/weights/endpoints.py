@@ -85,16 +85,19 @@ class StoresQuantized(Protocol):
 
 @runtime_checkable
 class GivesMemoryBack(Protocol):
-    """What a generation rank offers beside :class:`WeightDestination` if its weights may sleep between refits."""
+    """What a rank of either side offers beside :class:`WeightSource` or :class:`WeightDestination` if its weights may leave
+    their memory between refits, or to say that they don't."""
 
     @property
-    def gives_memory_back(self) -> bool:
-        """Whether the driver is to get the weights' memory back while they sleep: no peer may keep it mapped then."""
+    def gives_memory_back(self) -> bool | None:
+        """Whether the driver is to get the weights' memory back between refits: no peer may keep it mapped then. None if that is
+        not known here."""
 
 
-def gives_memory_back(endpoint: object) -> bool:
-    """As the endpoint says; one that says nothing keeps its memory."""
-    return isinstance(endpoint, GivesMemoryBack) and endpoint.gives_memory_back
+def gives_memory_back(endpoint: object) -> bool | None:
+    """As the endpoint says; None if it does not say: then engines keep their memory, and trainers do unless they share their GPU
+    with an engine that reads it."""
+    return endpoint.gives_memory_back if isinstance(endpoint, GivesMemoryBack) else None
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from ..quantize import blocks, nvfp4
 from ..quantize.formats import Codes, Format, Scales, WholeBlocks, part_head
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
-from .endpoints import HoldsQuantized, WeightSource
+from .endpoints import HoldsQuantized, WeightSource, gives_memory_back
 from .manifest import TensorSpec, dtype_name
 
 # In the reason of a weight that takes the misc path for it.
@@ -149,6 +149,10 @@ class QuantizingSource:
 
     def storage_key(self) -> Hashable:
         return self._source.storage_key()
+
+    @property
+    def gives_memory_back(self) -> bool | None:
+        return gives_memory_back(self._source)
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self._source.fragments()

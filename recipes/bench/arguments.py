@@ -19,6 +19,7 @@ _LIVE_ONLY = {
 _SHAPES_ONLY = {
     "colocated": False,
     "sleep": False,
+    "leave": False,
     "quantize": None,
     "check": None,
     "timeline": None,
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         action="append",
         metavar="NAMES",
-        help="auto (default), ipc, p2p, golden, and with --colocated buckets (of the engine "
+        help="auto (default), ipc, pull, p2p, golden, and with --colocated buckets (of the engine "
         "colocated_ipc); repeat or set apart by commas",
     )
     add(
@@ -87,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sleep",
         action="store_true",
         help="engines sleep between refits: the memory of their weights goes back and comes anew, as by vLLM's sleep mode",
+    )
+    add(
+        "--leave",
+        action="store_true",
+        help="trainers leave their GPUs between refits: the memory of their weights goes back and comes anew, as where they take "
+        "turns with engines",
     )
     add(
         "--quantize",

@@ -136,6 +136,7 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         timeline=arguments.timeline is not None,
         colocated=arguments.colocated,
         sleep=arguments.sleep,
+        leave=arguments.leave,
         **given,
     )
 

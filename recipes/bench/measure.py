@@ -175,7 +175,7 @@ def refits(scene: Scene, transport: str) -> RefitResult:
         total = options.warm_up + options.refits
         checked = {*CHECKED, total} if options.check else set()
         for number in range(1, total + 1):
-            scene.sleep()
+            scene.give_memory_back()
             scene.advance()
             if number in checked:
                 scene.poison()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...integration.config import TRANSPORTS, RefitConfig
+from ...integration.transport import ONE_SIDED
 from ..config.options import missing_engine, missing_megatron, refit_problems
 from ..plan.catalog import FsdpLayout, GenLayout, TrainLayout, parse_gen, parse_train
 
@@ -126,9 +127,13 @@ class RunOptions(ABC):
         ):
             if value is not None and value < least:
                 found.append(f"{option}: {value} is too small; give at least {least}")
-        if self.device == "cpu" and "ipc" in self.transports:
+        if self.device == "cpu":
             *names, last = self.cpu_transports
-            found.append(f"--transport: ipc needs GPUs; with --device cpu give {', '.join(names)} or {last}")
+            found += [
+                f"--transport: {name} needs GPUs; with --device cpu give {', '.join(names)} or {last}"
+                for name in self.transports
+                if name in ONE_SIDED
+            ]
         return found
 
 
@@ -179,6 +184,7 @@ class BenchOptions(RunOptions):
         timeline: keep every stage's intervals of one refit.
         colocated: trainer rank i and engine rank i are two processes on one GPU.
         sleep: engines give the memory of their weights back between refits.
+        leave: trainers do, and come back with the same weights.
         probe_bytes: message size of the pairwise p2p rate, and of the device's copy rate.
     """
 
@@ -194,6 +200,7 @@ class BenchOptions(RunOptions):
     timeline: bool = False
     colocated: bool = False
     sleep: bool = False
+    leave: bool = False
     probe_bytes: int = 2 << 30
 
     @property
@@ -243,8 +250,11 @@ class BenchOptions(RunOptions):
         found = self.common_violations()
         if self.is_quantized and self.dtype == "fp32":
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
-        if self.sleep and self.device != "cuda":
-            found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
+        for option, given, who in (("--sleep", self.sleep, "engines"), ("--leave", self.leave, "trainers")):
+            if given and self.device != "cuda":
+                found.append(f"{option}: {who}' memory is that of GPUs; leave {option} or --device cpu out")
+        if self.leave and self.changed:
+            found.append("--leave: trainers come back with dense versions; leave --changed out")
         if self.changed and "golden" in self.transports:
             found.append("--changed: golden sends all weights each time; leave it out of --transport")
         if self.changed and self.is_quantized and self.delta_base == "optimizer":

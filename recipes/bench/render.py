@@ -41,6 +41,7 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
             "dtype": options.dtype,
             "quantize": options.quantize,
             "sleep": options.sleep,
+            "leave": options.leave,
             "transport": refit.transport,
             "kept_bytes": result.kept_bytes,
             "seconds_median": refit.timing.median,
@@ -106,7 +107,8 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     """Print the run's tables."""
     title = (
         f"{options.model} {options.dtype}{_quantized(options)}, {options.train_text} → {options.gen_text}, {result.device}; "
-        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank{', which sleeps between refits' if options.sleep else ''}; "
+        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank{', which sleeps between refits' if options.sleep else ''}"
+        f"{'; trainers leave their GPUs between refits' if options.leave else ''}; "
         f"{_wires(result)}"
     )
     of, nominal = ("of copy", result.copy_gb_per_s) if options.colocated else ("of p2p", result.p2p_gb_per_s)

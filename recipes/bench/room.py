@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ...integration.errors import RefitError
+from ...integration.transport import ONE_SIDED
 from ...integration.weights.manifest import TensorSpec
 from ..plan.catalog import Param
 from .options import BenchOptions
@@ -101,7 +102,7 @@ def _device(ranks: BenchRanks) -> str:
 
 def _working(options: BenchOptions, weights: int) -> int:
     working = min(_CHECKS, _CHECKS_OF_WEIGHTS * weights) if options.check else 0
-    staged = [options.refit_config(name) for name in options.transports if name not in ("auto", "ipc")]
+    staged = [options.refit_config(name) for name in options.transports if name not in ("auto", *ONE_SIDED)]
     staging = max((2 * config.streams * config.bucket_bytes for config in staged), default=0)
     return working + min(staging, _STAGING_OF_WEIGHTS * weights)
 

@@ -62,10 +62,12 @@ class Scene:
         """Change a share of all weights of the trainers."""
         self.endpoint.change(share)
 
-    def sleep(self) -> None:
-        """Have engines whose memory sleeps between refits give it back and take it anew."""
+    def give_memory_back(self) -> None:
+        """Have engines whose memory sleeps between refits, and trainers that leave their GPU, give it back and take it anew."""
         if isinstance(self.endpoint, BenchDestination):
             self.endpoint.sleep()
+        else:
+            self.endpoint.leave()
 
     def poison(self) -> None:
         """Fill the engines' storage with NaN."""
@@ -120,7 +122,7 @@ def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
         require_room(options, ranks, params, whole)
     if ranks.is_source:
         storage = Storage.allocate(params, whole, ranks.device, refused, axes=axes)
-        endpoint = BenchSource(specs, storage, refused, ranks.device)
+        endpoint = BenchSource(specs, storage, refused, ranks.device, leaves=options.leave)
     else:
         storage = Storage.allocate(params, whole, ranks.device, sleeps=options.sleep, axes=axes)
         endpoint = BenchDestination(specs, storage, refused, ranks.device, served.formats())

@@ -26,13 +26,15 @@ class SleepingMemory:
     Args:
         sizes: bytes of each tensor.
         device: a CUDA device.
+        shareable: whether other processes can map it. torch_memory_saver's they can't.
 
     Attributes:
         addresses: of each tensor; they never change.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device):
+    def __init__(self, sizes: Sequence[int], device: torch.device, *, shareable: bool = True):
         self._device = device
+        self._shareable = shareable
         chunks, places = arrange(sizes)
         # One reservation: chunks that follow each other in it can be mapped by peers in one row.
         with on_device(device):
@@ -57,9 +59,10 @@ class SleepingMemory:
         wanted.type = driver().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         wanted.location.id = self._device.index
-        wanted.requestedHandleTypes = (
-            driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        )
+        if self._shareable:
+            wanted.requestedHandleTypes = (
+                driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            )
         access = driver().CUmemAccessDesc()
         access.location = wanted.location
         access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

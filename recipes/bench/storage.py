@@ -116,6 +116,8 @@ class BenchSource:
         storage: Storage,
         refused: dict[str, str],
         device: torch.device,
+        *,
+        leaves: bool = False,
     ):
         """Fill the storage with version 0.
 
@@ -124,11 +126,13 @@ class BenchSource:
             storage: this rank's; trainer rank 0 holds the refused weights in full.
             refused: weights that must not go shard to shard, with reasons.
             device: of the storage.
+            leaves: whether its memory goes back to the driver between refits, by :meth:`leave`.
         """
         self.device = device
         self.version = 0
         self.changes: list[values.Change] = []
         self.storage = storage
+        self._leaves = leaves
         self._look = StorageLook()
         self._specs = specs
         self._refused = refused
@@ -140,6 +144,24 @@ class BenchSource:
         held = _dense_version(self.version, self.changes)
         values.advance(self.storage.tensors, held, held + 1)
         self.version += 1
+
+    @property
+    def gives_memory_back(self) -> bool:
+        return self._leaves
+
+    def leave(self) -> None:
+        """Give the memory of all weights back, and come back with the same values, if it is to leave at all."""
+        if not self._leaves:
+            return
+        torch.cuda.synchronize(self.device)
+        storages = [tensor.untyped_storage() for tensor in self.storage.tensors]
+        sizes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+        for storage, size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
+        values.write(self.storage.fragments, self.version)
 
     def change(self, share: float) -> None:
         """Change a share of all elements."""

@@ -10,8 +10,8 @@ from .schema import TrainConfig
 
 ENABLED = "generation.colocated.enabled"
 STAGES = "generation.colocated.multi_stage_wake_up"
-# Engines that sleep on GPUs, and what has them do so.
-_SLEEPING = {"vllm": ("vLLM", "vLLM's sleep mode"), "sglang": ("SGLang", "SGLang's memory saver")}
+# Engines that sleep on GPUs.
+_SLEEPING = {"vllm": "vLLM", "sglang": "SGLang"}
 # Ranks of an adapter that vLLM lays out memory for (vllm/config/lora.py, MaxLoRARanks).
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What torch and engines read their allocator's settings from.
@@ -105,13 +105,7 @@ def _sleeping_engine(config: TrainConfig) -> Iterator[Violation]:
     backend, vllm = config.generation.backend, config.generation.vllm
     if backend not in _SLEEPING:
         return
-    engine, by = _SLEEPING[backend]
-    if config.policy.nccl_xfer_refit and config.policy.refit.transport == "ipc":
-        yield Violation(
-            ("policy.refit.transport", "generation.backend", ENABLED),
-            f"policy.refit.transport: ipc, but {by} keeps weights in memory that other processes can map on some hosts only, or "
-            "on none; give auto, which goes through buckets elsewhere",
-        )
+    engine = _SLEEPING[backend]
     if backend == "vllm" and vllm.distributed_executor_backend == "ray":
         key = "generation.vllm.distributed_executor_backend"
         yield Violation(

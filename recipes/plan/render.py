@@ -75,8 +75,8 @@ def show_study(console: Console, study: Study) -> None:
     console.print(summary, highlight=False)
     if options.hosts.shared_gpus:
         console.print(
-            "The prediction writes straight into the engines' parameters. Where these can't be mapped (with vLLM's sleep mode "
-            "on some hosts), bytes go through buckets and are copied twice.",
+            "The prediction is of one copy into the engines' parameters, by either side. Where those of neither side can be mapped, "
+            "bytes go through buckets and are copied twice.",
             highlight=False,
             soft_wrap=True,
         )

@@ -21,7 +21,7 @@ from tests.catalog.shrunken import BLOCK_CONFIGS, CONFIGS
 from tests.servers import processes
 
 KEYS = {
-    "model", "train", "gen", "dtype", "quantize", "sleep", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
+    "model", "train", "gen", "dtype", "quantize", "sleep", "leave", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
     "kept_gb_per_s", "p2p_gb_per_s", "p2p_ratio", "host_seconds", "peak_extra_bytes", "stages", "peers", "bit_exact",
 }  # fmt: skip
 

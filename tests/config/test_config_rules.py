@@ -158,7 +158,6 @@ def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) 
     values = {
         "generation.tensor_parallel": 4,
         "generation.vllm.distributed_executor_backend": "ray",
-        "policy.refit.transport": "ipc",
         "ray.generation_env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         "trainer.distributed_optimizer": False,
         "model.dtype": "float32",
@@ -166,7 +165,6 @@ def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) 
     remedies = {
         "trainer.ranks": "give trainer.ranks=4",
         "generation.vllm.distributed_executor_backend": "give mp",
-        "policy.refit.transport": "give auto",
         "ray.generation_env.PYTORCH_CUDA_ALLOC_CONF": "leave expandable_segments out",
         "trainer.distributed_optimizer": "give true",
         "model.dtype": "give bfloat16 or auto, or train with trainer=fsdp",
@@ -198,9 +196,9 @@ def test_the_refit_configurations_own_violations_are_told_and_a_transport_that_c
     assert verify.startswith("policy.refit.verify: ")
     assert verify.endswith("[override 'policy.refit.verify=always']")
     assert transport.startswith(
-        "policy.refit.transport: m2n carries no refits; give auto, ipc, p2p or golden"
+        "policy.refit.transport: m2n carries no refits; give auto, ipc, pull, p2p or golden"
     )
-    for offered in ("auto", "ipc", "p2p", "golden"):
+    for offered in ("auto", "ipc", "pull", "p2p", "golden"):
         assert violations(f"policy.refit.transport={offered}") == ()
 
 

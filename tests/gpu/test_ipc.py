@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,83 @@ def test_engines_that_give_their_memory_back_between_refits_have_all_of_it_back(
         assert all(given > 0.9 * held for held, given in rank["slept"]), rank["slept"]
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize(("sources", "destinations"), [(2, 2), (1, 2), (2, 1)])
+def test_engines_in_memory_that_nobody_can_map_read_three_changed_refits_bit_for_bit(
+    meeting: str, sources: int, destinations: int, expandable: bool
+) -> None:
+    ranks = run(
+        Scenario(meeting, sources, destinations, memory="private", expandable=expandable, rows=200_000)
+    )
+    for rank in ranks[sources:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+        assert all(refit["verified"] == refit["payload"] > 0 for refit in rank["refits"])
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "torch",
+        "private",
+        pytest.param(
+            "saver",
+            marks=pytest.mark.skipif(
+                find_spec("torch_memory_saver") is None, reason="needs torch_memory_saver"
+            ),
+        ),
+    ],
+)
+def test_trainers_that_leave_have_all_of_their_memory_back_and_engines_that_sleep_are_read_for(
+    meeting: str, memory: str, expandable: bool
+) -> None:
+    ranks = run(
+        Scenario(
+            meeting,
+            action="leave",
+            memory=memory,
+            pulls=memory == "torch",
+            expandable=expandable,
+            rows=200_000,
+        )
+    )
+    assert [rank["name"] for rank in ranks] == ["pull"] * 4
+    assert all(rank["moved"] == [True] * 3 for rank in ranks)
+    for rank in ranks:
+        # What the allocator keeps beside large weights are blocks for small ones.
+        assert all(given > 0.9 * held for held, given in rank["gone"]), rank["gone"]
+        assert all(refit["wrong"] == [] for refit in rank["refits"])
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_trainers_parameters_that_moved_under_engines_that_read_them_are_void_or_bound_anew(
+    meeting: str, expandable: bool
+) -> None:
+    ranks = run(Scenario(meeting, action="late", pulls=True, expandable=expandable, verify="sampled"))
+    assert all(rank["void"] for rank in ranks)
+    assert all(rank["checks"] == [True, True, False] for rank in ranks[:2])
+    for rank in ranks[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[]] * 4
+
+
+def test_a_killed_trainer_ends_the_engines_that_read_it_in_a_typed_error_within_the_timeout(
+    meeting: str,
+) -> None:
+    ranks = run(Scenario(meeting, action="kill", timeout_s=3.0, pulls=True))
+    assert ranks[0] is None
+    # Nobody reads before all may be read.
+    assert ranks[1]["ended"] == "done"
+    for rank in ranks[2:]:
+        assert rank["ended"].startswith("RefitTimeout: refit rank 0 did not finish")
+        assert 3.0 <= rank["seconds"] < 5.0
+
+
+def test_a_checksum_that_differs_from_what_was_read_names_sender_and_weight(meeting: str) -> None:
+    ranks = run(Scenario(meeting, action="lie", pulls=True))
+    assert ranks[2]["ended"].startswith("VerificationError: what landed from refit rank 0")
+    assert ranks[3]["ended"] == "done"
+
+
 def test_a_killed_sender_ends_in_a_typed_error_that_names_it_within_the_timeout(meeting: str) -> None:
     ranks = run(Scenario(meeting, action="kill", timeout_s=3.0))
     assert ranks[0] is None
@@ -124,12 +202,16 @@ def test_a_checksum_that_differs_is_an_error_that_names_sender_and_weight(meetin
     assert ranks[3]["ended"] == "done"
 
 
+@pytest.mark.parametrize("pulls", [False, True], ids=["written", "read"])
 @pytest.mark.parametrize(("action", "expandable"), [("refits", False), ("epochs", False), ("epochs", True)])
 def test_a_hundred_refits_or_epochs_leave_no_memory_and_no_descriptors(
-    meeting: str, action: str, expandable: bool
+    meeting: str, action: str, expandable: bool, pulls: bool
 ) -> None:
     ranks = run(
-        Scenario(meeting, 1, 1, action=action, times=100, expandable=expandable, verify="sampled"), 240.0
+        Scenario(
+            meeting, 1, 1, action=action, times=100, expandable=expandable, verify="sampled", pulls=pulls
+        ),
+        240.0,
     )
     assert not any(refit["wrong"] for refit in ranks[1]["refits"])
     for rank in ranks:

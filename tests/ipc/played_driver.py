@@ -24,9 +24,10 @@ from numpy.lib.stride_tricks import as_strided
 
 from rlrefit.integration.gpu_memory import mapping, memory
 from rlrefit.integration.gpu_memory.driver import DriverError, driver
-from rlrefit.integration.packing import Strided, copy_rows
+from rlrefit.integration.packing import EncodedView, Strided, copy_rows, make_encoders
+from rlrefit.integration.packing.encoded import EncodedPair
 from rlrefit.integration.packing.rows import Ints, collapse
-from rlrefit.integration.transport.ipc import checksums, signals, transport
+from rlrefit.integration.transport.ipc import checksums, signals, transport, views
 from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
 from rlrefit.integration.transport.ipc.signals import SignalBuffer
 from rlrefit.integration.transport.storage import HostMemory, LiveViews
@@ -42,11 +43,12 @@ Bytes = npt.NDArray[np.uint8]
 class Memory:
     """Physical memory: there as long as a handle or a mapping refers to it."""
 
-    def __init__(self, number: int, handle: int, held: Bytes, *, classic: bool):
+    def __init__(self, number: int, handle: int, held: Bytes, *, classic: bool, shareable: bool):
         self.number = number  # never used again
         self.handle = handle  # the smallest one that is free, so that stale handles name other memory soon
         self.held = held
         self.classic = classic  # whether cudaMalloc made it
+        self.shareable = shareable  # whether it was made to be mapped by others
         self.references = 1  # handles that are held, and mappings
 
     @property
@@ -116,9 +118,9 @@ class PlayedDriver:
         finally:
             self._now.rank = before
 
-    def make(self, size: int, *, classic: bool) -> Memory:
+    def make(self, size: int, *, classic: bool, shareable: bool = True) -> Memory:
         """New memory, full of NaN."""
-        return self._make(np.full(size, _NAN, dtype=np.uint8), classic=classic)
+        return self._make(np.full(size, _NAN, dtype=np.uint8), classic=classic, shareable=shareable)
 
     def drop(self, held: Memory) -> None:
         held.references -= 1
@@ -179,10 +181,14 @@ class PlayedDriver:
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: int) -> SimpleNamespace:
         assert handle in self.alive, "a stale handle is looked at"
-        return SimpleNamespace(requestedHandleTypes=memory.descriptor_type())
+        shareable = self.alive[handle].shareable
+        return SimpleNamespace(requestedHandleTypes=memory.descriptor_type() if shareable else 0)
 
     def cuMemExportToShareableHandle(self, handle: int, kind: object, flags: int) -> int:
-        number = self.alive[handle].number
+        held = self.alive[handle]
+        if not held.shareable:
+            raise DriverError("cuMemExportToShareableHandle", "CUDA_ERROR_INVALID_VALUE")
+        number = held.number
         descriptor = os.memfd_create("chunk")
         os.write(descriptor, str(number).encode())
         return descriptor
@@ -242,9 +248,11 @@ class PlayedDriver:
     def cuStreamWriteValue32(self, stream: int, address: int, number: int, flags: int) -> None:
         self.store(address, np.array([number], dtype="<u4").view(np.uint8), (1,))
 
-    def _make(self, held: Bytes, *, classic: bool) -> Memory:
+    def _make(self, held: Bytes, *, classic: bool, shareable: bool = True) -> Memory:
         handle = next(n for n in range(1, len(self.alive) + 2) if n not in self.alive)
-        made = self.alive[handle] = Memory(len(self._ever), handle, held, classic=classic)
+        made = self.alive[handle] = Memory(
+            len(self._ever), handle, held, classic=classic, shareable=shareable
+        )
         self._ever.append(made)
         return made
 
@@ -297,6 +305,27 @@ class _Copies(_Table):
     def launch(self) -> None:
         for a, b, shape, strides_a, strides_b, _ in self._rows:
             self._driver.store(b, self._driver.load(a, shape, strides_a), strides_b)
+
+
+class _Encodings:
+    """What the code's own encoders make of what this rank sees."""
+
+    def __init__(self, driver: PlayedDriver, pairs: Iterable[EncodedPair]):
+        self._driver = driver
+        # Addresses, as of kernels: whose memory a view shows does not matter.
+        self._pairs = [(view, Strided.of(view.held), target) for view, target in pairs]
+        self.nbytes = sum(view.nbytes for view, *_ in self._pairs)
+
+    def launch(self) -> None:
+        for view, held, target in self._pairs:
+            assert isinstance(target, Strided)
+            raw = self._driver.load(held.address, (*held.shape, held.itemsize), (*held.strides, 1))
+            seen = torch.from_numpy(raw.copy()).view(view.held.dtype).view(held.shape)
+            made = torch.empty(view.shape, dtype=view.dtype)
+            for encoder in make_encoders([(EncodedView(seen, view.encoding, view.window), made)], _CPU):
+                encoder.launch()
+            values = made.view(torch.uint8).numpy().reshape(*view.shape, target.itemsize)
+            self._driver.store(target.address, values, (*target.strides, 1))
 
 
 class _Sums(_Table):
@@ -357,8 +386,13 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
 
     class ChecksumTable:
         @staticmethod
-        def build(views: Sequence[tuple[Strided, int]], device: torch.device, slots: Sequence[int]) -> _Sums:
-            packed = [(view, Strided.packed(at, view.shape, view.itemsize)) for view, at in views]
+        def build(
+            views: Sequence[tuple[Strided, int | Strided]], device: torch.device, slots: Sequence[int]
+        ) -> _Sums:
+            packed = [
+                (view, at if isinstance(at, Strided) else Strided.packed(at, view.shape, view.itemsize))
+                for view, at in views
+            ]
             return _Sums(play, collapse((a, b, slot) for (a, b), slot in zip(packed, slots, strict=True)))
 
     def on_the_host(
@@ -374,6 +408,9 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
             patch.setattr(module, "device_uuid", lambda device: "GPU-0")
         patch.setattr(transport, "CopyTable", CopyTable)
         patch.setattr(checksums, "ChecksumTable", ChecksumTable)
+        for module in (checksums, transport):
+            patch.setattr(module, "make_encoders", lambda pairs, device: [_Encodings(play, pairs)])
+        patch.setattr(views, "tensor_at", lambda at, dtype, device: mapping.tensor_at(at, dtype, _CPU))
         patch.setattr(transport, "MessageChecksums", on_the_host)
         patch.setattr(transport, "SignalBuffer", play.signal_buffer)
         patch.setattr(transport, "missing", lambda: "")

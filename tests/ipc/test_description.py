@@ -11,16 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitMismatch
-from rlrefit.integration.gpu_memory.description import Allocation, Description, Inbox, Place, View
+from rlrefit.integration.gpu_memory.description import (
+    Allocation,
+    Description,
+    Encoded,
+    Place,
+    Shared,
+    View,
+)
 from rlrefit.integration.packing import Strided
 
 ALLOCATIONS = Allocation(1 << 40, 4096, "ab" * 64), Allocation(3 << 40, 6144, "", (2048, 4096))
 FIRST = View(Place(0, 64), (32, 2), 2), View(Place(1, 0), (), 4)
-INBOXES = {
-    0: Inbox(FIRST, Place(1, 5000), Place(1, 6000)),
-    3: Inbox((View(Place(0, 128), (32, 2), 2),), Place(1, 5100), Place(1, 6008)),
+ENCODED = View(Place(0, 128), (32, 4), 4, Encoded(0, (16, 8), ((2, 4), (0, 8))))
+SHARED = {
+    0: Shared(FIRST, Place(1, 5000), Place(1, 6000)),
+    3: Shared((View(Place(0, 128), (32, 2), 2), ENCODED), Place(1, 5100), Place(1, 6008)),
 }
-DESCRIPTION = Description("process", "GPU-1", 60.5, ALLOCATIONS, "somewhere", "00ff", INBOXES)
+DESCRIPTION = Description(
+    "process", "GPU-1", 60.5, ALLOCATIONS, "somewhere", "00ff", SHARED, "it sleeps", ({"kind": "any"},)
+)
 
 
 def test_a_description_survives_json() -> None:
@@ -42,13 +52,18 @@ def test_a_description_survives_json() -> None:
         lambda d: d["layouts"][0].__setitem__(0, 3),
         lambda d: d["layouts"][0].__setitem__(1, -32),
         lambda d: d["layouts"][0].extend([1] * 9),
-        lambda d: d["inboxes"]["0"]["offset"].__setitem__(0, 4096),
-        lambda d: d["inboxes"]["0"]["offset"].__setitem__(0, True),
-        lambda d: d["inboxes"]["0"]["offset"].append(0),
-        lambda d: d["inboxes"]["0"]["allocation"].__setitem__(0, 2),
-        lambda d: d["inboxes"]["0"]["layout"].__setitem__(0, -1),
-        lambda d: d["inboxes"]["0"].update(signal={"allocation": 1, "offset": 6144}),
-        lambda d: d["inboxes"].update(x={}),
+        lambda d: d["shared"]["0"]["offset"].__setitem__(0, 4096),
+        lambda d: d["shared"]["0"]["offset"].__setitem__(0, True),
+        lambda d: d["shared"]["0"]["offset"].append(0),
+        lambda d: d["shared"]["0"]["allocation"].__setitem__(0, 2),
+        lambda d: d["shared"]["0"]["layout"].__setitem__(0, -1),
+        lambda d: d["shared"]["0"].update(signal={"allocation": 1, "offset": 6144}),
+        lambda d: d["shared"].update(x={}),
+        lambda d: d["shared"]["3"]["encoded"]["1"].__setitem__(0, 1),
+        lambda d: d["shared"]["3"]["encoded"]["1"].__setitem__(3, -1),
+        lambda d: d["shared"]["3"]["encoded"]["1"].append(0),
+        lambda d: d.update(pulls="why " * 2000),
+        lambda d: d.update(encodings={}),
         lambda d: d.update(token="no hex"),
         lambda d: d.update(address="a" * 1000),
         lambda d: d.update(process=7),
@@ -86,19 +101,19 @@ def test_whatever_a_peer_says_reading_it_ends_in_a_description_or_the_one_error(
 
 def test_a_view_becomes_memory_at_the_address_where_its_allocation_is_mapped() -> None:
     view = View(Place(1, 96), (32, 2), 2)
-    assert DESCRIPTION.target(view, (3, 4), [100_000, 200_000]) == Strided(200_096, (3, 4), (32, 2), 2)
+    assert DESCRIPTION.memory(view, (3, 4), [100_000, 200_000]) == Strided(200_096, (3, 4), (32, 2), 2)
 
 
 def test_a_view_may_fill_its_allocation_to_the_last_byte_and_not_one_more() -> None:
     fits = View(Place(0, 4096 - 70), (32, 2), 2)
-    assert DESCRIPTION.target(fits, (3, 3), [0, 0]).extent == 70
+    assert DESCRIPTION.memory(fits, (3, 3), [0, 0]).extent == 70
     with pytest.raises(ValueError, match="reaches out"):
-        DESCRIPTION.target(View(Place(0, 4096 - 69), (32, 2), 2), (3, 3), [0, 0])
+        DESCRIPTION.memory(View(Place(0, 4096 - 69), (32, 2), 2), (3, 3), [0, 0])
     with pytest.raises(ValueError, match="strides"):
-        DESCRIPTION.target(fits, (3,), [0, 0])
+        DESCRIPTION.memory(fits, (3,), [0, 0])
     with pytest.raises(ValueError, match="several elements at one place"):
-        DESCRIPTION.target(View(Place(0, 0), (0, 2), 2), (3, 3), [0, 0])
-    assert DESCRIPTION.target(View(Place(0, 0), (0, 2), 2), (1, 3), [0, 0]).shape == (1, 3)
+        DESCRIPTION.memory(View(Place(0, 0), (0, 2), 2), (3, 3), [0, 0])
+    assert DESCRIPTION.memory(View(Place(0, 0), (0, 2), 2), (1, 3), [0, 0]).shape == (1, 3)
     assert DESCRIPTION.region(Place(1, 6136), 8, [0, 1000]) == 7136
     with pytest.raises(ValueError, match="reaches out"):
         DESCRIPTION.region(Place(1, 6137), 8, [0, 0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import RefitTimeout
-from rlrefit.integration.gpu_memory.description import Allocation, Description, Inbox, Place, View
+from rlrefit.integration.gpu_memory.description import Allocation, Description, Place, Shared, View
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
@@ -146,12 +146,12 @@ def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: 
 
 def receiver(timeout_s: float, *, sleeps: bool = False, handle: str = "") -> Any:
     view = View(Place(0, 0), (2,), 2)
-    inbox = Inbox((view,), Place(1, 1024), Place(1, 2048))
+    shared = Shared((view,), Place(1, 1024), Place(1, 2048))
     memory = (
         Allocation(1 << 40, 4096, handle, () if handle else (4096,), sleeps, () if sleeps else (7,)),
         Allocation(2 << 40, 4096, "ab" * 64, (), False, (8,)),
     )
-    return Description("another", "GPU-0", timeout_s, memory, inboxes={0: inbox}).to_json()
+    return Description("another", "GPU-0", timeout_s, memory, shared={0: shared}).to_json()
 
 
 def test_a_lease_serves_one_refit_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import os
 import queue
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import IpcTransport
 from rlrefit.integration.weights.holdings import Holdings
 from rlrefit.integration.weights.manifest import TensorSpec
-from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, whole
+from rlrefit.recipes.bench.sleeping import SleepingMemory
+from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, held_by, whole
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4
 
@@ -33,7 +36,7 @@ class Scenario:
 
     The ``action`` is one of ``refits``; ``move`` (the engines' storage moves before the last refit); ``remap`` (it is given
     back to the driver before the last refit, and comes anew, at the same addresses if they are free); ``sleep`` (so it is
-    after every refit, and the engines say so); ``kill`` (the victim dies instead of the second refit); ``late`` (the
+    after every refit, and the engines say so); ``leave`` (so is the trainers', who say nothing); ``kill`` (the victim dies instead of the second refit); ``late`` (the
     trainers' storage moves before the third, which is void); ``busy`` (trainer rank 0 has its GPU busy beyond the timeout
     when it comes to write the second); ``lie`` (it tells another checksum in the second); and ``epochs``.
     """
@@ -49,6 +52,9 @@ class Scenario:
     expandable: bool = False  # whether parameters lie in torch's expandable segments
     rows: int = 0  # of an additional large weight
     bucket_bytes: int = 1 << 20
+    pulls: bool = False  # engines read, whether their memory can be mapped or not
+    # Of the engines' weights: torch's, private (no other process can map it) or that of torch_memory_saver.
+    memory: str = "torch"
 
     @property
     def size(self) -> int:
@@ -87,7 +93,15 @@ class Rank:
         layout = _layout(self.scenario, self.rank)
         if self.is_source:
             return SyntheticSource(self.specs, layout, device=str(self.device))
-        return SyntheticDestination(self.specs, layout, str(self.device))
+        if self.scenario.memory == "saver":
+            from torch_memory_saver import torch_memory_saver
+
+            with torch_memory_saver.region(tag="weights"):
+                return SyntheticDestination(self.specs, layout, str(self.device))
+        made = SyntheticDestination(self.specs, layout, str(self.device))
+        if self.scenario.memory == "private":
+            self.private = _in_private_memory(made, self.device)
+        return made
 
     def open(self) -> None:
         self.transport = self.make_transport()
@@ -104,9 +118,13 @@ class Rank:
         plan = analyse(self.specs, *sides, bucket_bytes=scenario.bucket_bytes, fan_out=False).compile(
             self.rank
         )
+        sleeps: bool | None = scenario.action == "sleep" and not self.is_source
+        if scenario.action == "leave" and self.is_source:
+            sleeps = None
         return IpcTransport(
             self.rank, plan, scenario.verify, self.device, scenario.timeout_s, lambda stage: None,
-            lambda rank: f"refit rank {rank}", sleeps=scenario.action == "sleep" and not self.is_source,
+            lambda rank: f"refit rank {rank}", sleeps=sleeps,
+            pulls="the test says so" if scenario.pulls and not self.is_source else "",
         )  # fmt: skip
 
     def fragments(self) -> list[Fragment]:
@@ -114,9 +132,15 @@ class Rank:
         return found
 
     def bind(self) -> None:
-        self.transport.bind(self.fragments())
-        self.transport.connect(self.meeting.vote(self.transport.describe()))
+        described = self._describe()
+        while self.transport.asks_again(described):
+            described = self._describe()
+        self.transport.connect(described)
         self.meeting.vote()
+
+    def _describe(self) -> list[Any]:
+        self.transport.bind(self.fragments())
+        return self.meeting.vote(self.transport.describe())
 
     def prepare(self, version: int) -> None:
         """Change the weights of a trainer, poison those of an engine."""
@@ -136,6 +160,18 @@ class Rank:
         self.meeting.vote()
         told = {"payload": result.payload_bytes, "verified": result.verified_bytes, "void": result.void}
         return told | {"wrong": wrong}
+
+
+def _in_private_memory(endpoint: SyntheticDestination, device: torch.device) -> SleepingMemory:
+    """Put an engine's weights where no other process can map them."""
+    held = endpoint._wanted
+    sizes = [storage.untyped_storage().nbytes() for storage in held.values()]
+    memory = SleepingMemory(sizes, device, shareable=False)
+    for index, (key, storage) in enumerate(held.items()):
+        raw = memory.tensor(index, (sizes[index],), torch.uint8).view(storage.dtype)
+        held[key] = raw.as_strided(storage.shape, storage.stride())
+    endpoint.poison()
+    return memory
 
 
 def _specs(scenario: Scenario) -> list[TensorSpec]:
@@ -186,13 +222,24 @@ def _main(scenario: Scenario, rank: int, results: Any) -> None:
     # The other ranks may still wait for this one in the file; they are ended by the test.
 
 
+def _saver(wanted: bool) -> AbstractContextManager[None]:
+    """The environment of a process that uses torch_memory_saver, for as long as it is started."""
+    if not wanted:
+        return nullcontext()
+    from torch_memory_saver import configure_subprocess
+
+    found: AbstractContextManager[None] = configure_subprocess()
+    return found
+
+
 def run(scenario: Scenario, limit_s: float = 120.0) -> list[Any]:
     """What each rank returned, its error's text, or None for one that was killed."""
     spawn = get_context("spawn")
     results = spawn.Queue()
     ranks = [spawn.Process(target=_main, args=(scenario, r, results)) for r in range(scenario.size)]
-    for process in ranks:
-        process.start()
+    for rank, process in enumerate(ranks):
+        with _saver(scenario.memory == "saver" and rank >= scenario.sources):
+            process.start()
     ended: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
     try:
@@ -272,8 +319,8 @@ def _late(rank: Rank) -> dict[str, Any]:
 
 
 def _asleep(rank: Rank) -> tuple[int, int]:
-    """Give an engine's memory back to the driver and take it again; its bytes, and how many the GPU had more meanwhile."""
-    storages = [held.untyped_storage() for held in rank.endpoint._wanted.values()]
+    """Give a rank's memory back to the driver and take it again; its bytes, and how many the GPU had more meanwhile."""
+    storages = [held.untyped_storage() for held in held_by(rank.endpoint).values()]
     sizes = [storage.nbytes() for storage in storages]
     free, _ = torch.cuda.mem_get_info(rank.device)
     for storage in storages:
@@ -302,6 +349,45 @@ def _sleep(rank: Rank) -> dict[str, Any]:
         rows.append(rank.refit(version))
     rank.transport.close()
     return {"refits": rows, "slept": slept, "moved": moved}
+
+
+def _leave(rank: Rank) -> dict[str, Any]:
+    """Trainers leave and come back, and engines sleep, between any two refits; then nobody has the trainers' memory mapped."""
+    rank.open()
+    rows, gone, moved = [], [], []
+    for version in (1, 2, 3):
+        rank.transport.release()
+        moved.append(rank.transport.moved())
+        rank.meeting.vote()
+        # One rank after another, since they may share a GPU.
+        for turn in range(rank.scenario.size):
+            if turn == rank.rank:
+                gone.append(_asleep(rank) if rank.is_source else _engine_asleep(rank))
+            rank.meeting.vote()
+        rank.bind()
+        rows.append(rank.refit(version))
+    name = rank.transport.name
+    rank.transport.close()
+    return {"refits": rows, "gone": gone, "moved": moved, "name": name}
+
+
+def _engine_asleep(rank: Rank) -> tuple[int, int]:
+    """As :func:`_asleep`, of memory that wakes at the same addresses."""
+    held = sum(storage.untyped_storage().nbytes() for storage in rank.endpoint._wanted.values())
+    if rank.scenario.memory == "torch":
+        return held, held
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    if rank.scenario.memory == "saver":
+        from torch_memory_saver import torch_memory_saver
+
+        sleep, wake = (partial(do, "weights") for do in (torch_memory_saver.pause, torch_memory_saver.resume))
+    else:
+        sleep, wake = rank.private.sleep, rank.private.wake
+    sleep()
+    given = torch.cuda.mem_get_info(rank.device)[0] - free
+    wake()
+    return held, given
 
 
 def _remap(rank: Rank) -> dict[str, Any]:
@@ -393,6 +479,7 @@ _ACTIONS = {
     "move": _move,
     "late": _late,
     "sleep": _sleep,
+    "leave": _leave,
     "remap": _remap,
     "kill": _kill,
     "busy": _busy,

@@ -27,6 +27,7 @@ class OnceShareable(P2PTransport):
 
     name = "ipc"
     refuses = range(1, 9)
+    asks = False  # whether all have to describe their storage once more at first
 
     def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
         super().__init__(group, rank, plan, verify)
@@ -38,6 +39,9 @@ class OnceShareable(P2PTransport):
             raise TransportUnavailable("the parameters lie in pageable memory", stage="bind", rank=self.rank)
         super().bind(fragments)
 
+    def asks_again(self, described: Any) -> bool:
+        return self.asks and self.bindings == 1
+
 
 def make(
     transport: str,
@@ -47,7 +51,7 @@ def make(
     plan: Any,
     config: RefitConfig,
     *,
-    sleeps: bool,
+    sleeps: bool | None,
 ) -> Transport:
     if transport != "ipc":
         return make_transport(transport, channel, choice, device, plan, config, sleeps=sleeps)
@@ -93,6 +97,15 @@ def test_auto_goes_on_over_p2p_when_a_rank_can_not_be_reached_any_more(
         assert [carrier for carrier, _, _ in found] == carried_by
         assert [wrong for _, wrong, _ in found] == [[]] * 4
         assert rank < 2 or [version for _, _, version in found] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("refuses", "carrier"), [(range(0), "ipc"), (range(2, 9), "p2p")])
+def test_what_shows_once_storage_was_described_is_followed_by_all_ranks_before_they_connect(
+    monkeypatch: pytest.MonkeyPatch, refuses: range, carrier: str
+) -> None:
+    monkeypatch.setattr(OnceShareable, "asks", True)
+    for found in run(monkeypatch, refuses, "auto"):
+        assert [(name, wrong) for name, wrong, _ in found] == [(carrier, [])] * 4
 
 
 def test_a_transport_that_was_asked_for_by_name_ends_the_refit_on_all_ranks_with_the_reason(

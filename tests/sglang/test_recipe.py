@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS
-from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.config import TRANSPORTS, RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 from rlrefit.integration.session import RefitSession
@@ -77,17 +77,12 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
     }
 
 
-def test_shared_gpus_rule_out_the_same_as_with_vllm() -> None:
-    found = violations(
-        f"{ENABLED}=true",
-        "trainer.ranks=1",
-        "trainer.tensor_parallel=1",
-        "policy.refit.transport=ipc",
-        "ray.generation_env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}",
-    )
-    assert len(found) == 2
-    assert any("SGLang's memory saver keeps weights in memory" in text for text in found)
-    assert any("SGLang refuses expandable segments where it sleeps" in text for text in found)
+def test_shared_gpus_rule_out_expandable_segments_and_no_transport() -> None:
+    shared = (f"{ENABLED}=true", "trainer.ranks=1", "trainer.tensor_parallel=1")
+    expandable = "ray.generation_env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}"
+    for transport in TRANSPORTS:
+        (found,) = violations(*shared, f"policy.refit.transport={transport}", expandable)
+        assert "SGLang refuses expandable segments where it sleeps" in found
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])

@@ -190,6 +190,10 @@ class KvScaleSource:
     def storage_key(self) -> Hashable:
         return self._weights.storage_key()
 
+    @property
+    def gives_memory_back(self) -> bool | None:
+        return gives_memory_back(self._weights)
+
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; of nothing if the trainer's own does not count."""
         return writes_by(self._weights)
@@ -245,7 +249,7 @@ class KvScaleDestination:
         return self._weights.kept_bytes
 
     @property
-    def gives_memory_back(self) -> bool:
+    def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._weights)
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:

@@ -1,15 +1,18 @@
-"""The ``ipc`` transport: senders copy straight from their parameters into the receivers' parameters of the same host.
+"""The ``ipc`` transport: one copy from the senders' parameters into the receivers' parameters of the same host.
 
 Once per epoch each receiver describes the memory that its senders write to (:meth:`IpcTransport.describe`), and each sender
 maps it and makes one table of copies (:meth:`IpcTransport.connect`). A refit launches that table, signals the receivers, and
 lets both sides compare checksums (:meth:`IpcTransport.run`).
+
+A receiver whose memory no other process can map pulls: its senders describe theirs, it maps that, and its own table copies
+from there. Which receivers do so is known once they have described their memory for the first time
+(:meth:`IpcTransport.asks_again`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,20 +22,30 @@ import torch
 
 from ...comm.waiting import ends_within, wait_until
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable, end_all
-from ...gpu_memory.description import Description, Inbox, View
+from ...gpu_memory.description import Description, Shared
 from ...gpu_memory.driver import DriverError, missing, on_device
 from ...gpu_memory.mapping import ImportedMemory
 from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
-from ...layout import Fragment, volume
+from ...layout import Fragment
 from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
-from ...plan import Message, Plan, Segment
+from ...plan import Message, Plan
 from ...records.clock import StageClock
 from ..base import TransferResult, Transport, damaged
 from ..storage import DeviceMemory, HostMemory, LiveViews, Place
 from .checksums import BoundMessage, MessageChecksums
 from .copy_order import EncodedWrite, encoded_in_turns, rows_in_turns
-from .signals import CHECKSUM_BYTES, SIGNAL_BYTES, SignalBuffer, checksums_landed, data_landed, signal, void
+from .signals import (
+    CHECKSUM_BYTES,
+    SIGNAL_BYTES,
+    SignalBuffer,
+    checksums_landed,
+    data_landed,
+    readable,
+    signal,
+    void,
+)
+from .views import OpenViews, bind_messages, by_peer, mapped_views
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +56,25 @@ _left_running: list[object] = []
 
 
 class IpcTransport(Transport):
-    """Senders write strided segments into the receivers' parameters, which are mapped into their address space.
+    """Senders write strided segments into the receivers' parameters, which are mapped into their address space; or receivers
+    read them from the senders' parameters, which are mapped into theirs.
 
-    A receiver takes no part in the copies. It waits for two signals from each sender: all bytes have landed, and the
-    checksums have landed. A sender's parameters may be in host memory that the GPU can read.
+    A receiver that is written takes no part in the copies. It waits for two signals from each sender: all bytes have landed,
+    and the checksums have landed. A sender's parameters may be in host memory that the GPU can read.
+
+    A receiver that pulls waits for two signals, too: the weights may be read, and they lay there until then, with their
+    checksums. It exports nothing, not even its signals. Senders hear from it when the ranks meet to commit, which it does once
+    its copies are done: until :meth:`..session.RefitSession.refit` has returned a trainer has to leave its weights as they are.
 
     Nothing is staged, and no tensor of a GPU is kept: a trainer that offloads its parameters has their memory back at once.
     While an epoch is open the driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind``
-    unmaps it. Memory of engines that sleep is unmapped at the end of each refit and mapped again for the next one. If it
-    comes back at the same addresses, as sleep modes bring it back, peers map it where they had it, and the tables stay as
-    they are (:meth:`_map_again`).
-    """
+    unmaps it. Memory that its owner gives back between refits (of engines that sleep, of trainers that leave a shared GPU) is
+    unmapped at the end of each refit and mapped again for the next one. If it comes back at the same addresses, as sleep modes
+    bring it back, peers map it where they had it, and the tables stay as they are (:meth:`_map_again`).
 
-    name = "ipc"
+    Attributes:
+        remark: which receivers pull, and why; empty if none does.
+    """
 
     def __init__(
         self,
@@ -68,7 +87,9 @@ class IpcTransport(Transport):
         describe_rank: Callable[[int], str],
         *,
         turn: int = 0,
-        sleeps: bool = False,
+        sleeps: bool | None = None,
+        pulls: str = "",
+        may_pull: bool = True,
     ):
         """Take the plan; nothing is opened yet.
 
@@ -81,12 +102,18 @@ class IpcTransport(Transport):
             watch: called with the stage now and then during a wait; raises if another rank has given up.
             describe_rank: what a user calls a rank.
             turn: at which message sampled checks begin, the same on all ranks.
-            sleeps: whether this rank frees the memory that peers write to between refits, as engines with a sleep mode do.
+            sleeps: whether this rank frees its weights' memory between refits, as engines with a sleep mode do, and trainers
+                that leave a shared GPU. None if that is not known: then a receiver does not, and a sender does if it shares
+                its GPU with a receiver that pulls.
+            pulls: why a receiver does, whether its memory can be mapped or not; empty if it does only where it can't.
+            may_pull: whether a receiver does there.
 
         Raises:
             PlanError: the plan has relays.
         """
         super().__init__(rank, verify, turn)
+        # Each receiver that pulls, of all ranks, as they have described themselves when that was last found out.
+        self._pulling: dict[int, Description] = {}
         indexed = device.type != "cuda" or device.index is not None
         self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
         self._stream: torch.cuda.Stream | None = None
@@ -94,8 +121,8 @@ class IpcTransport(Transport):
         self._lease = Lease(timeout_s)
         self._watch = watch
         self._who = describe_rank
-        self._sends = _by_peer(plan.sends, lambda message: message.destination)
-        self._receives = _by_peer(plan.receives, lambda message: message.source)
+        self._sends = by_peer(plan.sends, lambda message: message.destination)
+        self._receives = by_peer(plan.receives, lambda message: message.source)
         if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
             raise PlanError(
                 f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
@@ -110,11 +137,16 @@ class IpcTransport(Transport):
         # By the peer.
         self._imported: dict[int, ImportedMemory] = {}
         self._sleeps = sleeps
-        # Whether this rank or a peer frees some memory of the binding between refits, and whether it was released since.
-        self._some_sleep = self._released = False
+        self._pulls = pulls
+        self._may_pull = may_pull
+        # Whether this rank or a peer frees some memory of the binding between refits, whether this one does, and whether it was
+        # released since.
+        self._some_sleep = self._gives_back = self._released = False
         # Of the last binding that succeeded: where this rank's fragments lay, and what the peers described.
         self._places: tuple[Place, ...] | None = None
         self._peers: dict[int, Description] = {}
+        # Where those lay to which what is received was bound last.
+        self._landing: tuple[Place, ...] | None = None
         # Of the binding under way: this rank's views, where they lie, and whether they lay there before.
         self._views, self._unmoved = LiveViews([]), False
         self._new_places: tuple[Place, ...] = ()
@@ -122,6 +154,10 @@ class IpcTransport(Transport):
         # What kernels read that are enqueued.
         self._tables: tuple[object, ...] = ()
         self._signals: SignalBuffer | None = None
+        self._open_views = OpenViews({})
+        # Where signals go: those of a sender's peers, and its own that receivers read.
+        self._signal_addresses: list[int] = []
+        self._lent_addresses: list[int] = []
         self._sent_checksums = self._landed_checksums = _no_checksums()
 
     @property
@@ -145,43 +181,71 @@ class IpcTransport(Transport):
             self._released = False
             return
         self._unbind(failed=False)
-        self._some_sleep, self._released = self._sleeps and bool(self._receives), False
+        self._some_sleep, self._released = False, False
         self._ended = torch.cuda.Event()
         # A stream of its own, so that what runs meanwhile on the caller's need not wait for the copies.
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._host = HostMemory((fragment.view for fragment in fragments), self._device)
         self._require_readable(fragments)
-        self._bound_receives = bind_messages(self._receives, self._views)
+        self._bind_receives()
         if self._receives:
-            self._export(self._open_signals())
-        self._landed_checksums = self._make_checksums(self._bound_receives)
+            self._open_signals(self._receives)
+            self._open_to_senders()
+        elif self._lends:
+            self._open_signals(self._lends)
+            self._export(OpenViews.of(bind_messages(self._lends, self._views)))
 
     def describe(self) -> object:
-        exported, signals = self._exported, self._signals
+        ours = Description(process_name(), device_uuid(self._device), self._timeout, pulls=self._pulls)
+        exported, signals, views = self._exported, self._signals, self._open_views
         if exported is None or signals is None:
             # Nobody maps this rank's memory.
-            return Description(process_name(), device_uuid(self._device), self._timeout).to_json()
-        inboxes = {
-            sender: Inbox(
-                _views_in(exported, self._bound_receives[sender]),
-                exported.place(signals.checksum_address(sender)),
-                exported.place(signals.signal_address(sender)),
+            return ours.to_json()
+        shared = {
+            peer: Shared(
+                views.described(peer, exported),
+                exported.place(signals.checksum_address(peer)),
+                exported.place(signals.signal_address(peer)),
             )
-            for sender in self._receives
+            for peer in views.by_peer
         }
-        address, token = exported.serve(len(inboxes), self._timeout)
-        return Description(
-            process_name(),
-            device_uuid(self._device),
-            self._timeout,
-            exported.allocations,
-            address,
-            token,
-            inboxes,
+        address, token = exported.serve(len(shared), self._timeout)
+        return replace(
+            ours,
+            allocations=exported.allocations,
+            address=address,
+            token=token,
+            shared=shared,
+            encodings=views.encodings,
         ).to_json()
 
+    def asks_again(self, described: Sequence[object]) -> bool:
+        told = [Description.from_json(data, rank) for rank, data in enumerate(described)]
+        before, self._pulling = self._pulling, {rank: one for rank, one in enumerate(told) if one.pulls}
+        if before.keys() == self._pulling.keys():
+            return False
+        if not self._receives:
+            # For other receivers than before.
+            self._signals = None
+        self._places = None
+        return True
+
+    @property
+    def name(self) -> str:
+        """``pull`` if some receiver does."""
+        return "pull" if self._pulling else "ipc"
+
+    @property
+    def remark(self) -> str:
+        if not self._pulling:
+            return ""
+        rank, first = next(iter(self._pulling.items()))
+        who = ", ".join(map(self._who, self._pulling))
+        return f"{who} pull{'s' if len(self._pulling) == 1 else ''}: {self._who(rank)} says {first.pulls}"
+
     def connect(self, described: Sequence[object]) -> None:
-        peers = {receiver: Description.from_json(described[receiver], receiver) for receiver in self._sends}
+        mapped = self._receives if self._pulls else self._pushes
+        peers = {peer: Description.from_json(described[peer], peer) for peer in mapped}
         if not self._map_again(peers):
             self._unmap()
             self._map(peers)
@@ -219,6 +283,9 @@ class IpcTransport(Transport):
                         self._wait_for_earlier_work("transfer")
                     self._lease.use(self.rank)
                     is_void = self._write(clock)
+            elif self._receives and self._pulls:
+                with self._gpu_errors():
+                    self._read(clock)
             if meanwhile is not None:
                 meanwhile()
             with self._gpu_errors():
@@ -246,26 +313,66 @@ class IpcTransport(Transport):
     def close(self, *, failed: bool = False) -> None:
         self._unbind(failed=failed)
 
-    # The binding of a receiver: what its senders may write to.
+    @property
+    def _lends(self) -> dict[int, tuple[Message, ...]]:
+        """Messages of a sender that its receivers read."""
+        return {receiver: ms for receiver, ms in self._sends.items() if receiver in self._pulling}
 
-    def _open_signals(self) -> SignalBuffer:
+    @property
+    def _pushes(self) -> dict[int, tuple[Message, ...]]:
+        """Messages of a sender that it writes."""
+        return {receiver: ms for receiver, ms in self._sends.items() if receiver not in self._pulling}
+
+    def _bind_receives(self) -> None:
+        """Look up where this rank's messages land, and prepare their checksums, unless they land where they did."""
+        if self._new_places == self._landing:
+            return
+        # Before new ones are made beside them.
+        self._landed_checksums, self._landing = _no_checksums(), None
+        self._bound_receives = bind_messages(self._receives, self._views)
+        self._landed_checksums = self._make_checksums(self._bound_receives)
+        self._landing = self._new_places
+
+    # The binding of who lets others map its memory: of a receiver that is written, of a sender that is read.
+
+    def _open_signals(self, peers: Mapping[int, Sequence[Message]]) -> None:
         """This rank's signals and the checksums of its messages; made once."""
         if self._signals is None:
-            messages = {sender: len(held) for sender, held in self._receives.items()}
+            messages = {peer: len(held) for peer, held in peers.items()}
             self._signals = SignalBuffer(messages, self._device)
             if any(messages.values()):
                 self._differ = torch.zeros_like(self._signals.checksums, dtype=torch.bool)
                 self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
-        return self._signals
 
-    def _export(self, signals: SignalBuffer) -> None:
-        """Look up the allocations of what senders write to."""
-        own = [(signals.memory.data_ptr(), signals.memory.nbytes)]
-        ranges = [(view.address, view.extent) for view in _memory_of(self._bound_receives)]
-        if self._sleeps:
-            self._exported = ExportedMemory(own, self._device, sleeps=ranges)
+    def _open_to_senders(self) -> None:
+        """Let senders write this rank's memory, if it can be mapped; otherwise it pulls from here on.
+
+        Raises:
+            TransportUnavailable: it can't be mapped, and is not to pull, or could be before.
+        """
+        if self._pulls:
+            return
+        try:
+            self._export(OpenViews.of(self._bound_receives))
+        except TransportUnavailable as error:
+            if not self._may_pull:
+                raise
+            self._pulls = str(error)
+
+    def _export(self, views: OpenViews) -> None:
+        """Look up the allocations of what peers write or read."""
+        assert self._signals is not None, "signals are made before"
+        own = [(self._signals.memory.data_ptr(), self._signals.memory.nbytes)]
+        gives_back = self._sleeps
+        if gives_back is None:
+            ours = device_uuid(self._device)
+            gives_back = any(self._pulling[receiver].device == ours for receiver in self._lends)
+        if gives_back:
+            self._exported = ExportedMemory(own, self._device, sleeps=views.ranges)
         else:
-            self._exported = ExportedMemory([*ranges, *own], self._device)
+            self._exported = ExportedMemory([*views.ranges, *own], self._device)
+        self._open_views = views
+        self._some_sleep = self._gives_back = gives_back
 
     def _export_again(self) -> bool:
         """After a sleep: whether this rank's memory lies where peers had it mapped."""
@@ -277,44 +384,86 @@ class IpcTransport(Transport):
         """Whether other memory has come to lie where peers have this rank's mapped."""
         if self._exported is None:
             return False
-        # An engine's sleep mode frees memory behind the back of torch's allocator, whose count then tells nothing.
-        if self._memory is not None and not self._sleeps and self._memory.still_mapped():
+        # A sleep mode frees memory behind the back of torch's allocator, whose count then tells nothing.
+        if self._memory is not None and not self._gives_back and self._memory.still_mapped():
             return False
         moved = self._exported.moved()
         if not moved:
             self.confirm_unmoved()
         return moved
 
-    # The binding of a sender: its receivers' memory, mapped, and the tables of what is written there.
+    # The binding of who maps its peers' memory, and the tables of what is written or read there.
 
     def _map(self, peers: Mapping[int, Description]) -> None:
-        bound_sends = bind_messages(self._sends, self._views)
+        if self._pulls:
+            self._map_senders(peers)
+        else:
+            self._map_receivers(peers)
+
+    def _map_receivers(self, peers: Mapping[int, Description]) -> None:
+        bound = bind_messages(self._sends, self._views)
         with self._unavailable_if_not_computable():
-            self._sent_checksums = self._make_checksums(bound_sends)
+            self._sent_checksums = self._make_checksums(bound)
+        moves: dict[int, list[Move]] = {}
+        checksum_places: list[tuple[Sequence[BoundMessage], int]] = []
+        self._signal_addresses, self._lent_addresses = [], []
+        for receiver, messages in bound.items():
+            if receiver not in peers:
+                assert self._signals is not None, "a sender that lends has signals of its own"
+                checksum_places.append((messages, self._signals.checksum_address(receiver)))
+                self._lent_addresses.append(self._signals.signal_address(receiver))
+                continue
+            views, checksums, at = self._map_peer(receiver, peers[receiver], messages)
+            checksum_places.append((messages, checksums))
+            self._signal_addresses.append(at)
+            moves[receiver] = list(zip(_held(messages), views, strict=True))
+        self._make_tables(moves)
+        self._checksum_copies = self._copy_checksums(checksum_places)
+        self._tables = (self._copies, self._encoders, self._checksum_copies)
+
+    def _map_senders(self, peers: Mapping[int, Description]) -> None:
+        assert self._signals is not None, "a receiver has signals"
+        moves: dict[int, list[Move]] = {}
+        fetched: list[tuple[Strided, Strided]] = []
+        for sender, messages in self._bound_receives.items():
+            views, checksums, at = self._map_peer(sender, peers[sender], messages)
+            moves[sender] = list(zip(views, _held(messages), strict=True))
+            for there, here, nbytes in (
+                (checksums, self._signals.checksum_address(sender), CHECKSUM_BYTES * len(messages)),
+                (at, self._signals.signal_address(sender), SIGNAL_BYTES),
+            ):
+                fetched.append((Strided.flat(there, nbytes), Strided.flat(here, nbytes)))
+        self._make_tables(moves)
+        fetch = CopyTable.build(fetched, self._device)
+        self._signals.fetched_by(fetch)
+        self._tables = (self._copies, self._encoders, fetch)
+
+    def _map_peer(
+        self, rank: int, peer: Description, messages: Sequence[BoundMessage]
+    ) -> tuple[list[Strided | EncodedView], int, int]:
+        """Map a peer's memory: that of each segment, and where its checksums and its signal lie."""
+        mapped = self._imported[rank] = ImportedMemory(peer, self._device, self._timeout)
+        self._some_sleep |= peer.sleeps
+        with self._checking(rank):
+            shared = peer.shared[self.rank]
+            return (
+                mapped_views(messages, peer, shared, mapped.bases, self._device),
+                peer.region(shared.checksums, CHECKSUM_BYTES * len(messages), mapped.bases),
+                peer.region(shared.signal, SIGNAL_BYTES, mapped.bases),
+            )
+
+    def _make_tables(self, moves: Mapping[int, Sequence[Move]]) -> None:
+        """The copies and encodings of what is exchanged with each peer."""
         copied: dict[int, list[tuple[Strided, Strided]]] = {}
         encoded: dict[int, list[EncodedWrite]] = {}
-        checksum_places: list[tuple[Sequence[BoundMessage], int]] = []
-        signal_addresses: list[int] = []
-        for receiver, messages in bound_sends.items():
-            peer = peers[receiver]
-            mapped = self._imported[receiver] = ImportedMemory(peer, self._device, self._timeout)
-            self._some_sleep |= peer.sleeps
-            with self._checking(receiver):
-                inbox = peer.inboxes[self.rank]
-                targets = _targets(messages, peer, inbox, mapped.bases)
-                checksums = peer.region(inbox.checksums, CHECKSUM_BYTES * len(messages), mapped.bases)
-                checksum_places.append((messages, checksums))
-                signal_addresses.append(peer.region(inbox.signal, SIGNAL_BYTES, mapped.bases))
-                sources = [view for _, views in messages for view in views]
-                writes = list(zip(sources, targets, strict=True))
-                copied[receiver] = [(a, b) for a, b in writes if isinstance(a, Strided)]
-                encoded[receiver] = [(a, b) for a, b in writes if isinstance(a, EncodedView)]
-        self._signal_addresses = signal_addresses
+        for peer, pairs in moves.items():
+            with self._checking(peer):
+                plain = [(a, _plain(b)) for a, b in pairs]
+            copied[peer] = [(a, b) for a, b in plain if isinstance(a, Strided)]
+            encoded[peer] = [(a, b) for a, b in plain if isinstance(a, EncodedView)]
         self._copies = CopyTable.of(rows_in_turns(copied, self.rank), self._device)
         with self._unavailable_if_not_computable():
             self._encoders = make_encoders(encoded_in_turns(encoded, self.rank), self._device)
-        self._checksum_copies = self._copy_checksums(checksum_places)
-        self._tables = (self._copies, self._encoders, self._checksum_copies)
 
     def _map_again(self, peers: Mapping[int, Description]) -> bool:
         """Map peers' memory where it was mapped before they slept, if they and this rank have everything where they had it;
@@ -328,6 +477,8 @@ class IpcTransport(Transport):
 
     def _connected(self, peers: Mapping[int, Description]) -> None:
         self._places, self._peers = self._new_places, dict(peers)
+        # What has been written once is tried again if it fails for a moment.
+        self._may_pull = False
         if self._memory is not None and self._refits == 0:
             # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
             self._memory.still_mapped()
@@ -350,6 +501,14 @@ class IpcTransport(Transport):
 
     def _require_readable(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
+            if self._lends and not self._views.on_device(fragment.view):
+                raise TransportUnavailable(
+                    f"{fragment.name} lies on {fragment.view.device}, where no engine rank reads it by itself; bring the weights to the "
+                    "GPU before the refit",
+                    stage="bind",
+                    rank=self.rank,
+                    parameter=fragment.name,
+                )
             resident = fragment.view.device == self._device
             if not resident and (fragment.view.is_cuda or not kernels_read(fragment.view)):
                 raise TransportUnavailable(
@@ -389,43 +548,68 @@ class IpcTransport(Transport):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(stream), clock.stage("transfer"):
+                self._tell(self._lent_addresses, readable(self._refits))
                 self._copies.launch()
                 for encoder in self._encoders:
                     encoder.launch()
+            everywhere = [*self._signal_addresses, *self._lent_addresses]
             # While the copies run: whether the weights still lay where they were read.
             if self._check_moved():
-                self._signal_receivers(void(self._refits))
+                self._tell(everywhere, void(self._refits))
                 return True
-            self._signal_receivers(data_landed(self._refits))
-            if self.verify != "off":
+            self._tell(self._signal_addresses, data_landed(self._refits))
+            if self.verify == "off":
+                self._tell(self._lent_addresses, checksums_landed(self._refits))
+            else:
                 # On the caller's stream, which is idle: on the other one it would wait for the copies, without a limit.
                 self._sent_checksums.prepare(self._number)
                 # After the copies: the receivers compute theirs at the same time.
                 with torch.cuda.stream(stream), clock.stage("verify"):
                     self._sent_checksums.compute(self._number)
                     self._checksum_copies.launch()
-                    self._signal_receivers(checksums_landed(self._refits))
+                    self._tell(everywhere, checksums_landed(self._refits))
         finally:
             # Whatever failed in between: the peers' memory stays mapped until what was enqueued has ended.
             self._ended.record(stream)
         return False
 
-    def _signal_receivers(self, number: int) -> None:
+    def _tell(self, addresses: Sequence[int], number: int) -> None:
         assert self._stream is not None, "bind comes before run"
-        for address in self._signal_addresses:
+        for address in addresses:
             signal(address, number, self._stream)
+
+    def _read(self, clock: StageClock) -> None:
+        """Enqueue the copies of a receiver that pulls, once its senders say that they may be made."""
+        stream, signals = self._stream, self._signals
+        assert stream is not None, "bind comes before run"
+        assert signals is not None, "a receiver has signals"
+        with clock.stage("transfer"):
+            with clock.waiting():
+                self._await_signals(signals, readable(self._refits), "transfer")
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                with torch.cuda.stream(stream):
+                    self._copies.launch()
+                    for encoder in self._encoders:
+                        encoder.launch()
+            finally:
+                # As in `_write`.
+                self._ended.record(stream)
 
     def _await_landing(self, clock: StageClock) -> TransferResult:
         """Wait until what this rank sends and receives has landed."""
         if self._sends:
             with clock.waiting():
                 self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
-        if self._signals is None:
+        if not self._receives or self._signals is None:
             return TransferResult(self._payload, 0)
-        # While the senders write.
+        # While bytes are on their way.
         self._landed_checksums.prepare(self._number)
         with clock.stage("transfer"), clock.waiting():
-            self._await_signals(self._signals, data_landed(self._refits), "transfer")
+            if self._pulls:
+                self._wait(self._ended.query, "transfer", lambda: "this rank's copies from its peers")
+            number = checksums_landed if self._pulls else data_landed
+            self._await_signals(self._signals, number(self._refits), "transfer")
         if self._signals.was_signalled(void(self._refits)):
             return TransferResult(self._payload, 0, void=True)
         if self.verify == "off":
@@ -438,6 +622,8 @@ class IpcTransport(Transport):
         covered = self._landed_checksums.compute(self._number)
         with clock.waiting():
             self._await_signals(signals, checksums_landed(self._refits), "verify")
+        # A look that found the last signal may have found older checksums before it.
+        signals.fetch()
         torch.ne(self._landed_checksums.sums, signals.checksums, out=self._differ)
         self._damage.copy_(self._differ, non_blocking=True)
         self._ended.record(torch.cuda.current_stream(self._device))
@@ -453,7 +639,7 @@ class IpcTransport(Transport):
     # Waiting, and the end.
 
     def _await_signals(self, signals: SignalBuffer, number: int, stage: str) -> None:
-        late = signals.senders
+        late = signals.peers
 
         def all_signalled() -> bool:
             nonlocal late
@@ -489,7 +675,7 @@ class IpcTransport(Transport):
             yield
         except (torch.AcceleratorError, DriverError) as error:
             raise PeerLost(
-                f"the GPU failed while it wrote to its peers' memory or read what they wrote: {error}. A peer may have "
+                f"the GPU failed while it wrote or read its peers' memory, or read what they wrote: {error}. A peer may have "
                 "freed its parameters during the refit. This process's CUDA context can't be used any more; restart it",
                 stage="transfer",
                 rank=self.rank,
@@ -510,21 +696,28 @@ class IpcTransport(Transport):
             # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
             # lies where its tables lay would be taken for addresses.
             logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
-            _left_running.append((self._imported, self._tables, self._sent_checksums))
+            _left_running.append((self._imported, self._tables, self._sent_checksums, self._signals))
             self._imported = {}
         # Before new ones are made beside them.
         self._tables = ()
-        self._sent_checksums = self._landed_checksums = _no_checksums()
+        self._sent_checksums = _no_checksums()
         self._unmap()
 
     def _unmap(self) -> None:
         """Unmap the peers' memory, which nothing on this GPU uses any more."""
         imported, self._imported = self._imported, {}
+        if self._signals is not None:
+            self._signals.fetched_by(None)
         end_all(one.close for one in imported.values())
 
     def _drained(self) -> bool:
+        signals = self._signals
+
+        def ended() -> bool:
+            return self._ended.query() and (signals is None or signals.idle())
+
         try:
-            return ends_within(self._ended.query, _DRAIN_WITHIN)
+            return ends_within(ended, _DRAIN_WITHIN)
         except torch.AcceleratorError as error:
             logger.warning("the GPU is lost: %s", error)
             return False
@@ -570,50 +763,20 @@ class Lease:
             )
 
 
-def bind_messages(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[BoundMessage]]:
-    """Each peer's messages with what this rank holds of their segments, as plain addresses: views would keep the memory of
-    parameters that are offloaded meanwhile."""
-
-    def held(segment: Segment) -> Strided | EncodedView:
-        found = views.of(segment)
-        return Strided.of(found) if isinstance(found, torch.Tensor) else found
-
-    return {peer: [(m, [held(s) for s in m.segments]) for m in messages] for peer, messages in peers.items()}
+# From where a segment is moved, and to where.
+Move = tuple[Strided | EncodedView, Strided | EncodedView]
 
 
-def _by_peer(
-    rounds: Sequence[Sequence[Message]], peer: Callable[[Message], int]
-) -> dict[int, tuple[Message, ...]]:
-    """Each peer's messages in the order of rounds, peers ascending."""
-    found: dict[int, list[Message]] = defaultdict(list)
-    for messages in rounds:
-        for message in messages:
-            found[peer(message)].append(message)
-    return {key: tuple(found[key]) for key in sorted(found)}
+def _held(messages: Sequence[BoundMessage]) -> list[Strided | EncodedView]:
+    """What this rank holds of all segments of some messages."""
+    return [view for _, views in messages for view in views]
 
 
-def _memory_of(peers: Mapping[int, Sequence[BoundMessage]]) -> list[Strided]:
-    """All memory behind the segments that are exchanged with some peers."""
-    return [v for held in peers.values() for _, views in held for v in views if isinstance(v, Strided)]
-
-
-def _views_in(exported: ExportedMemory, messages: Sequence[BoundMessage]) -> tuple[View, ...]:
-    """The memory of each segment, as a peer is told of it."""
-    live = _memory_of({0: messages})
-    return tuple(View(exported.place(view.address), view.strides, view.itemsize) for view in live)
-
-
-def _targets(
-    messages: Sequence[BoundMessage], peer: Description, inbox: Inbox, bases: Sequence[int]
-) -> list[Strided]:
-    """The peer's memory of each segment, as it is mapped here; raises ValueError if it isn't of the segments' sizes."""
-    segments = [segment for message, _ in messages for segment in message.segments]
-    found = []
-    for segment, view in zip(segments, inbox.views, strict=True):
-        if volume(segment.box) * view.itemsize != segment.nbytes:
-            raise ValueError(f"items of {view.itemsize} bytes for {segment.name}")
-        found.append(peer.target(view, [stop - start for start, stop in segment.box], bases))
-    return found
+def _plain(target: Strided | EncodedView) -> Strided:
+    """Memory that is written, which nothing encodes."""
+    if not isinstance(target, Strided):
+        raise ValueError("a receiver's memory that is encoded")
+    return target
 
 
 def _no_checksums() -> MessageChecksums:
