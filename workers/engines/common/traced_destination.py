@@ -400,7 +400,7 @@ def _routed[Layout: ModuleLayout](
     }
     # Zeros are filled where they are as loaded.
     filled = (zeros.parameter for found in trace.zeros.values() for zeros in found)
-    failed |= {module for name in filled if _rearranged(name, layouts) for module in owners[name]}
+    failed |= {module for name in filled if _elsewhere(name, layouts) for module in owners[name]}
     if trace.unknown:
         # One of these may reach any module.
         failed |= layouts.keys()
@@ -432,6 +432,11 @@ def _moved(
     """A landing where the engine put its elements after loading; None if that is no box."""
     by = _rearranged(at.parameter, layouts)
     return at if by is None else at.rearranged(parameters[at.parameter], by)
+
+
+def _elsewhere(name: str, layouts: Mapping[str, ModuleLayout]) -> bool:
+    module, _, parameter = name.rpartition(".")
+    return module in layouts and layouts[module].lands_elsewhere(parameter)
 
 
 def _rearranged(name: str, layouts: Mapping[str, ModuleLayout]) -> Rearrangement | None:
