@@ -57,7 +57,6 @@ class Case:
 
 CASES = {
     "emulation": Case("emulation", False, True),
-    "emulated experts": Case("emulation", True, True, 1, 2),
     "Marlin": Case("marlin", False, True),
     "Marlin, weights alone": Case("marlin", False, False, 1, 2),
     "Marlin's experts": Case("marlin", True, True),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
-from ..common.loader_trace.trace import Landing, Manifest
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, SPECULATIVE, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
@@ -170,6 +170,16 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         except NotRearranged as reason:
             return replace(layout, reason=f"{layout.reason} ({reason})")
         return layout if found is None else VllmLayout(placed=True, rearranged=found, otherwise=layout)
+
+    def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, VllmLayout]) -> dict[str, str]:
+        """Scales of inputs that packed layers do not quantize; vLLM's reload would wait for them."""
+        unused = unused_parameters(self._model)
+        found = {}
+        for name, touched in trace.touched.items():
+            modules = {_apart(parameter)[0] for parameter in touched}
+            if touched and touched <= unused and all(m in layouts and layouts[m].packed for m in modules):
+                found[name] = min(modules)
+        return found
 
     def _target(self, landing: Landing) -> torch.Tensor:
         packed = None if self._making is None else self._making.landing(*_apart(landing.parameter))

@@ -47,7 +47,8 @@ _LINEAR_KERNELS = {
     f"{_KERNELS}.emulation.EmulationNvFp4LinearKernel": _EMULATION,
     f"{_KERNELS}.marlin.MarlinNvFp4LinearKernel": _MARLIN,
 }
-_EXPERT_BACKENDS = {"EMULATION": _EMULATION, "MARLIN": _MARLIN}
+# Not the emulation's: vLLM's loader writes the scale of an expert's inputs twice, from two tensors.
+_EXPERT_BACKENDS = {"MARLIN": _MARLIN}
 # Marlin's, which holds nothing of weights.
 _WORKSPACE = "workspace"
 # Of E4M3's numbers from 256 to 448: the largest there are, so that Marlin's factor is 1.
@@ -187,7 +188,7 @@ class PackedLayers:
         if any(loaded[name][1] != torch.float32 for name in staged):
             raise NotRearranged("its global scales are not FP32")
         kind = kind_of(live.quant_method)
-        derived = tuple(_of_experts(loaded, kernel) if kind == _EXPERTS else _of_linear(loaded, kernel, kind))
+        derived = tuple(_of_experts(loaded) if kind == _EXPERTS else _of_linear(loaded, kernel, kind))
         form = PackedForm(loaded, staged, orders, derived, live.params_dtype)
         for seed, largest in enumerate((0x7E, 0x2F, 0x01)):
             given = _noise(loaded, largest, seed, self._device)
@@ -510,19 +511,13 @@ def _of_linear(loaded: _Shapes, kernel: str, kind: str) -> Iterator[_Derived]:
         yield _Derived("alpha", _Formula.PRODUCT, weights, inputs)
 
 
-def _of_experts(loaded: _Shapes, kernel: str) -> Iterator[_Derived]:
+def _of_experts(loaded: _Shapes) -> Iterator[_Derived]:
     for stack in ("w13", "w2"):
         name = f"{stack}_weight_scale_2"
         experts, *parts = loaded[name][0]
         # Of w1 alone: vLLM only warns where that of w3 is another one.
         weights = name, tuple((expert * prod(parts),) for expert in range(experts))
-        if kernel == _MARLIN:
-            yield _Derived(name, _Formula.MARLIN, weights, scales=f"{stack}_weight_scale")
-            continue
-        yield _Derived(name, _Formula.WEIGHT, weights)
-        inputs = f"{stack}_input_scale"
-        everyone = inputs, (tuple(range(prod(loaded[inputs][0]))),)
-        yield _Derived(inputs, _Formula.INVERSE_INPUT, inputs=everyone)
+        yield _Derived(name, _Formula.MARLIN, weights, scales=f"{stack}_weight_scale")
 
 
 def _require_own_tensors(live: nn.Module) -> None:
@@ -534,15 +529,13 @@ def _require_own_tensors(live: nn.Module) -> None:
     method = live.quant_method
     if kind_of(method) != _EXPERTS:
         return
-    config, experts = method.moe_quant_config, method.moe_kernel.fused_experts
+    config = method.moe_quant_config
     held = {
         "w13_weight_scale_2": config.g1_alphas,
         "w2_weight_scale_2": config.g2_alphas,
-        "w13_weight_scale": getattr(experts, "w1_scale_val", config.w1_scale),
-        "w2_weight_scale": getattr(experts, "w2_scale_val", config.w2_scale),
+        "w13_weight_scale": config.w1_scale,
+        "w2_weight_scale": config.w2_scale,
     }
-    if _EXPERT_BACKENDS[method.nvfp4_backend.name] == _EMULATION:
-        held |= {"w13_input_scale": config.a1_gscale, "w2_input_scale": config.a2_gscale}
     for name, tensor in held.items():
         parameter = live._parameters.get(name)
         if tensor is None or parameter is None or tensor.data_ptr() != parameter.data_ptr():
