@@ -181,12 +181,13 @@ class DeviceReordering:
             self._device,
             like[:1],
         )
-        kinds: dict[tuple[int, int, bool], list[tuple[Unordered, int]]] = {}
+        kinds: dict[tuple[int, int, bool, bool], list[tuple[Unordered, int]]] = {}
         for job, offset in zip(group, offsets, strict=True):
             words = job.tiling.elements * job.bits // (8 * _WORD)
-            kinds.setdefault((job.bits, words, job.slot is not None), []).append((job, offset))
+            kind = job.bits, words, job.slot is not None, job.bits == 4 and _paired(job.tiling)
+            kinds.setdefault(kind, []).append((job, offset))
         back = []
-        for (bits, words, mapped), found in kinds.items():
+        for (bits, words, mapped, paired), found in kinds.items():
             tiles = max(1, _WORDS // words)
             rows, counts = [], []
             for job, offset in found:
@@ -201,7 +202,7 @@ class DeviceReordering:
                 )
                 counts.append(down * -(-across // tiles))
             back.append(
-                Launch(put_in_order, _WARPS, _table(rows, counts), (bits, words, tiles, mapped), self._device, like)
+                Launch(put_in_order, _WARPS, _table(rows, counts), (bits, words, tiles, mapped, paired), self._device, like)
             )
         return aside, back
 
@@ -252,6 +253,14 @@ def _groups(jobs: Sequence[Unordered], most: int) -> Iterable[list[Unordered]]:
         held += job.memory.nbytes
     if group:
         yield group
+
+
+def _paired(tiling: Tiling) -> bool:
+    """Whether the two elements of each byte lie four places apart in one word, the low one first."""
+    words = [tiling.order[i : i + 8] for i in range(0, tiling.elements, 8)]
+    return tiling.columns % 2 == 0 and all(
+        word[p] % 2 == 0 and word[p + 4] == word[p] + 1 for word in words for p in range(4)
+    )
 
 
 def _places(tiling: Tiling) -> tuple[int, ...]:
