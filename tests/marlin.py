@@ -26,7 +26,9 @@ def gptq_marlin_repack(
     words = b_q_weight.numpy().view(np.uint32)
     assert words.shape == (size_k // 8, size_n)
     # Of each element its code: [k, n].
-    codes = ((words[:, None, :] >> (4 * np.arange(8, dtype=np.uint32))[None, :, None]) & 0xF).reshape(size_k, size_n)
+    codes = ((words[:, None, :] >> (4 * np.arange(8, dtype=np.uint32))[None, :, None]) & 0xF).reshape(
+        size_k, size_n
+    )
     out = np.empty((size_k // TILE_K, size_n // TILE_N, 128), dtype=np.uint32)
     for thread in range(32):
         for warp in range(4):

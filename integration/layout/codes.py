@@ -99,7 +99,9 @@ class Letters:
 
 def _bytes(made: torch.Tensor) -> torch.Tensor:
     if not made.is_contiguous():
-        raise NotRearranged(f"it has become {made.dtype}{list(made.shape)} with strides {list(made.stride())}")
+        raise NotRearranged(
+            f"it has become {made.dtype}{list(made.shape)} with strides {list(made.stride())}"
+        )
     return made.reshape(-1).view(torch.uint8)
 
 

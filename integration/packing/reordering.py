@@ -172,7 +172,10 @@ class DeviceReordering:
         sizes = [job.memory.nbytes for job in group]
         offsets = np.cumsum([0, *sizes])[:-1].tolist()
         like = self._aside(_UNIT), self._aside(256), torch.zeros(1, dtype=torch.int32, device=self._device)
-        copied = [(job.memory.data_ptr(), job.memory.nbytes // _UNIT, at // _UNIT) for job, at in zip(group, offsets, strict=True)]
+        copied = [
+            (job.memory.data_ptr(), job.memory.nbytes // _UNIT, at // _UNIT)
+            for job, at in zip(group, offsets, strict=True)
+        ]
         aside = Launch(
             set_aside,
             _WARPS,
@@ -196,13 +199,23 @@ class DeviceReordering:
                 rows.append(
                     (
                         *(job.memory.data_ptr(), offset, job.columns, across, tiling.rows, tiling.columns),
-                        *(self._on_device(t) for t in (tiling.row_starts, tiling.column_starts, _places(tiling))),
+                        *(
+                            self._on_device(t)
+                            for t in (tiling.row_starts, tiling.column_starts, _places(tiling))
+                        ),
                         job.slot or 0,
                     )
                 )
                 counts.append(down * -(-across // tiles))
             back.append(
-                Launch(put_in_order, _WARPS, _table(rows, counts), (bits, words, tiles, mapped, paired), self._device, like)
+                Launch(
+                    put_in_order,
+                    _WARPS,
+                    _table(rows, counts),
+                    (bits, words, tiles, mapped, paired),
+                    self._device,
+                    like,
+                )
             )
         return aside, back
 
@@ -233,13 +246,18 @@ class DeviceLargestBytes:
 def _check(job: Unordered) -> None:
     memory, tiling = job.memory, job.tiling
     if memory.nbytes * 8 != job.rows * job.columns * job.bits or not memory.is_contiguous():
-        raise ValueError(f"{list(memory.shape)} does not hold {job.rows} × {job.columns} elements in one piece")
+        raise ValueError(
+            f"{list(memory.shape)} does not hold {job.rows} by {job.columns} elements in one piece"
+        )
     if memory.nbytes % _UNIT or memory.data_ptr() % _UNIT:
         raise ValueError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} have no whole units of {_UNIT}")
     if job.rows * job.columns >= 1 << 31:
-        raise ValueError(f"{job.rows} × {job.columns} elements are more than the kernel counts")
-    if (len(tiling.row_starts) * tiling.rows, len(tiling.column_starts) * tiling.columns) != (job.rows, job.columns):
-        raise ValueError(f"the tiles are not those of {job.rows} × {job.columns} elements")
+        raise ValueError(f"{job.rows} by {job.columns} elements are more than the kernel counts")
+    if (len(tiling.row_starts) * tiling.rows, len(tiling.column_starts) * tiling.columns) != (
+        job.rows,
+        job.columns,
+    ):
+        raise ValueError(f"the tiles are not those of {job.rows} by {job.columns} elements")
 
 
 def _groups(jobs: Sequence[Unordered], most: int) -> Iterable[list[Unordered]]:
@@ -272,4 +290,6 @@ def _table(rows: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Table:
     """Rows with the number of their first program behind them, and the row of each program."""
     firsts = np.cumsum([0, *counts])[:-1]
     table: npt.NDArray[np.int64] = np.column_stack([np.array(rows, dtype=np.int64), firsts])
-    return Table(_UNIT, False, np.ascontiguousarray(table), np.repeat(np.arange(len(rows), dtype=np.int32), counts), 0)
+    return Table(
+        _UNIT, False, np.ascontiguousarray(table), np.repeat(np.arange(len(rows), dtype=np.int32), counts), 0
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -163,10 +164,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as into, engine_environment({}):
         folder = _folder(Path(into), arguments.model, arguments.layers)
         found = [measure(folder, format, arguments.refits) for format in arguments.formats]
-    for one in found:
-        print(json.dumps(one))
+    lines = [json.dumps(one) for one in found]
     if len(found) > 1:
-        print(f"{found[-1]['format']} takes {found[-1]['ms'] / found[0]['ms']:.3f} of {found[0]['format']}'s time")
+        share = found[-1]["ms"] / found[0]["ms"]
+        lines.append(f"{found[-1]['format']} takes {share:.3f} of {found[0]['format']}'s time")
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from triton.compiler import ASTSource
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels, reordering_kernels
-from rlrefit.integration.quantize import fp8_kernels
+from rlrefit.integration.quantize import fp8_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
 _NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32", "aside": "*u8", "maps": "*u8"}
-_NARROW |= {"choices": "*i32"}
+_NARROW |= {"choices": "*i32", "scales_2": "*fp32"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
@@ -77,13 +77,25 @@ def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "words", "mapped", "paired"), [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)]
+    ("bits", "words", "mapped", "paired"),
+    [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)],
 )
 def test_matrices_are_put_in_order_without_spilling(
     bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path
 ) -> None:
     constants = {"BITS": bits, "WORDS": words, "TILES": 1024 // words, "MAPPED": mapped, "PAIRED": paired}
     made = compiled(reordering_kernels.put_in_order, constants, ("aside", "maps", "choices"), num_warps=4)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
+    constants = {"WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4, "UNIT": 16}
+    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, ("scales_2",), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
+    # Divisions that round as torch's do, and no products that are added before they are rounded.
+    assert "div.full" not in made["ptx"]
+    assert "fma" not in made["ptx"]
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

@@ -67,7 +67,9 @@ def noise(n: int, k: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"codes": (n, k // 2), "scales": (n, k // 16), "stack": (3, n, k // 2)}
     return {
-        name: torch.randint(0, 0x7F if name == "scales" else 256, shape, dtype=torch.uint8, generator=generator)
+        name: torch.randint(
+            0, 0x7F if name == "scales" else 256, shape, dtype=torch.uint8, generator=generator
+        )
         for name, shape in shapes.items()
     }
 
@@ -156,8 +158,8 @@ def test_what_is_no_order_is_refused(spoiled: Callable[[torch.Tensor], torch.Ten
 
 def test_an_order_without_tiles_is_refused() -> None:
     rows = torch.from_numpy(np.random.default_rng(0).permutation(64))
-    by = find_codes(
-        lambda given: {"codes": given["codes"][rows]}, {"codes": Nibbles((64, 6))}, dict, CPU
-    )["codes"]
+    by = find_codes(lambda given: {"codes": given["codes"][rows]}, {"codes": Nibbles((64, 6))}, dict, CPU)[
+        "codes"
+    ]
     with pytest.raises(NotRearranged):
         tiled(by, 4)

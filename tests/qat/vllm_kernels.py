@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,9 @@ def write_packed(folder: Path, case: Case, seed: int) -> Path:
             tensors[name] = weight
             continue
         scale = nvfp4.global_scale(*amax[fused_module(name)])
-        tensors |= packed_tensors(name, weight, scale, inputs[input_module(name)] if case.activations else None)
+        tensors |= packed_tensors(
+            name, weight, scale, inputs[input_module(name)] if case.activations else None
+        )
     # Block scales that do not use E4M3's range, of which Marlin makes others.
     for name in quantized:
         if "layers.1" in name and "down_proj" in name:
@@ -144,7 +146,8 @@ def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str,
     found: Report = {
         "kernels": _kernels_of(live),
         "untouched": untouched,
-        "packed in bulk": packed <= {fragment.name for fragment in fragments} | _elsewhere(destination, packed),
+        "packed in bulk": packed
+        <= {fragment.name for fragment in fragments} | _elsewhere(destination, packed),
         "packed on the misc path": {name: reason for name, reason in misc.items() if name in packed},
         "rewritten": {packed_kind(name) for name in destination.rewritten(specs)},
         "aside": destination.aside_bytes,

@@ -197,7 +197,9 @@ class PackedLayers:
             self._prove(form, given, theirs)
         return form
 
-    def _orders(self, step: Callable[[dict[str, torch.Tensor]], _Tensors], loaded: _Shapes, dtype: torch.dtype) -> dict[str, _Order]:
+    def _orders(
+        self, step: Callable[[dict[str, torch.Tensor]], _Tensors], loaded: _Shapes, dtype: torch.dtype
+    ) -> dict[str, _Order]:
         """Where a kernel's step puts codes and block scales."""
         if any(name.endswith("bias") for name in loaded):
             raise NotRearranged("it has a bias, which Marlin puts in another order, too")
@@ -237,7 +239,9 @@ class PackedLayers:
             making.make()
         except (KeyError, RuntimeError, ValueError) as error:
             raise NotRearranged(f"what it becomes can't be made: {type(error).__name__}: {error}") from error
-        wrong = [name for name, tensor in theirs.items() if not torch.equal(_bytes(tensor), _bytes(held[name]))]
+        wrong = [
+            name for name, tensor in theirs.items() if not torch.equal(_bytes(tensor), _bytes(held[name]))
+        ]
         if wrong:
             raise NotRearranged(f"vLLM makes another {wrong[0]} of what is loaded than was read in its code")
 
@@ -362,7 +366,12 @@ class Making:
             weights = self._groups((module, one.weights) for module, one in found)
             inputs = self._groups((module, one.inputs) for module, one in found)
             slots = torch.tensor(
-                [self._slots[module, one.scales] for module, one in found if one.scales for _ in range(one.elements)],
+                [
+                    self._slots[module, one.scales]
+                    for module, one in found
+                    if one.scales
+                    for _ in range(one.elements)
+                ],
                 dtype=torch.int64,
                 device=self._device,
             )
@@ -442,7 +451,9 @@ def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
             row[:_NAN] = made.view(torch.uint8)[:, 0]
             row[[_NAN, 0xFF]] = _MARLINS_NAN
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise NotRearranged(f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}") from error
+        raise NotRearranged(
+            f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}"
+        ) from error
     known = torch.zeros(256, dtype=torch.int32, device=device)
     known[:_NAN] = torch.tensor(powers, dtype=torch.int32, device=device)
     return MarlinsMaps(maps, known)
@@ -472,7 +483,9 @@ class _Orders:
         self._reordering.launch(self._maps.maps, self._choices)
 
     def global_scales(self, largest: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import nvfp4_marlin_process_global_scale
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            nvfp4_marlin_process_global_scale,
+        )
 
         # Of a number that Marlin could not tell from others, these are exact.
         factors = torch.exp2(self._choices[slots].float())
@@ -548,9 +561,15 @@ def _noise(loaded: _Shapes, largest: int, seed: int, device: torch.device) -> di
 
     def filled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype.itemsize > 1:
-            return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).add_(0.01).to(dtype)
+            return (
+                torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
+                .add_(0.01)
+                .to(dtype)
+            )
         most = largest + 1 if name.endswith("weight_scale") else 256
-        return torch.randint(0, most, shape, dtype=torch.uint8, device=device, generator=generator).view(dtype)
+        return torch.randint(0, most, shape, dtype=torch.uint8, device=device, generator=generator).view(
+            dtype
+        )
 
     return {name: filled(name, *kind) for name, kind in loaded.items()}
 
