@@ -11,7 +11,7 @@ from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
 
-from .vllm_kernels import CASES, refit_all
+from .vllm_kernels import CASES, UNKNOWN, refit_all
 from .vllm_side import ENVIRONMENT
 
 Reports = dict[str, dict[str, Any]]
@@ -36,6 +36,17 @@ def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: Fo
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
     assert found["same places"]
+
+
+def test_layers_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahead: FoundAhead) -> None:
+    found = found_ahead.by(refit_packed_layers)[UNKNOWN]
+    reasons = found["packed on the misc path"]
+    assert {"mlp.experts.0.down_proj.weight", "self_attn.q_proj.weight"} <= {
+        name.removeprefix("model.layers.0.") for name in reasons
+    }
+    assert found["rewritten"] == set()
+    assert found["differing after 1"] == []
+    assert found["differing after 2"] == []
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -124,11 +124,6 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
-    @property
-    def aside_bytes(self) -> int:
-        """Memory that packed layers take while they are made of what has landed."""
-        return 0 if self._making is None else self._making.aside_bytes
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through vLLM's own loader.
 
@@ -214,13 +209,15 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
             for module, layout in traced.layouts.items():
                 if layout.reload and module not in followers:
                     required.setdefault(module, set())
+        # Where all weights come by the misc path these do, too.
+        unneeded = self._unneeded(traced.trace, traced.layouts)
         misc = ScopedReload(
             self._model,
             self._vllm_config,
             self._device,
             {module: live[module] for module in required},
             {module: frozenset(names) for module, names in required.items()},
-            traced.placed(shared.landings),
+            {**traced.placed(shared.landings), **dict.fromkeys(unneeded, ())},
             self._target,
             absent_elements(self._model, traced.trace),
             [live[module] for module in sorted(followers)],

@@ -159,11 +159,16 @@ class PackedLayers:
         Raises:
             NotRearranged: vLLM does something else with it; says what.
         """
-        method = getattr(live, "quant_method", None)
-        kind = kind_of(method)
+        kind = kind_of(getattr(live, "quant_method", None))
         if kind not in (_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS):
             return None
-        kernel = _kernel(method)
+        try:
+            return self._of(live, twin, kind)
+        except AttributeError as error:
+            raise NotRearranged(f"this vLLM has other layers than those that were read: {error}") from error
+
+    def _of(self, live: Any, twin: nn.Module, kind: str) -> PackedForm:
+        kernel = _kernel(live.quant_method)
         if has_padding(live):
             raise NotRearranged("its experts are padded with elements that no refit brings")
         loaded = {name: (tuple(p.shape), p.dtype) for name, p in twin.named_parameters(recurse=False)}
@@ -277,10 +282,6 @@ class Making:
     Args:
         modules: by name, the live parameters of each, and its form.
         device: of them.
-
-    Attributes:
-        aside_bytes: memory that is taken meanwhile.
-        held_bytes: of what lands beside the model.
     """
 
     def __init__(self, modules: Mapping[str, tuple[_Tensors, PackedForm]], device: torch.device) -> None:
@@ -296,8 +297,6 @@ class Making:
         self._flat = torch.zeros(count, dtype=torch.float32, device=device)
         self._orders = self._ordered()
         self._scales = self._derived()
-        self.aside_bytes = self._orders.aside_bytes if self._orders is not None else 0
-        self.held_bytes = self._flat.nbytes
 
     def landing(self, module: str, parameter: str) -> torch.Tensor | None:
         """Where a parameter of a module lands, as it is loaded; None if in the live parameter as that is."""
@@ -475,7 +474,6 @@ class _Orders:
         self._finder = make_largest_bytes(scales, device)
         self._found = torch.zeros(slots, dtype=torch.int32, device=device)
         self._choices = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.aside_bytes = self._reordering.aside_bytes
 
     def put(self) -> None:
         self._finder.find(self._found)
