@@ -102,7 +102,7 @@ def recover(
     for name, (shape, dtype) in tensors.items():
         if dtype not in _FINITE or not prod(shape):
             raise NotRearranged(f"{name} is {dtype}{list(shape)}, which can't hold numbers of elements")
-    found = {name: _along_dimensions(runs, shape) for name, (shape, _), runs in _lines(step, tensors, device)}
+    found = {name: along_dimensions(runs, shape) for name, (shape, _), runs in _lines(step, tensors, device)}
     _prove(step, tensors, found, device)
     return found
 
@@ -127,16 +127,30 @@ def _lines(
             made = _run(step, tensors, given)
             for name, (shape, _) in tensors.items():
                 if dim < len(shape):
-                    flat = made[name].reshape(-1)
-                    places = flat.nonzero().reshape(-1)
-                    runs[name][dim].append((places, flat[places].to(torch.int64) - 1))
+                    runs[name][dim].append(told_places(made[name].reshape(-1)))
     for name, kind in tensors.items():
         yield name, kind, runs[name]
 
 
-def _along_dimensions(
-    runs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]], shape: tuple[int, ...]
+def told_places(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of ``flat`` that hold a digit, and the digits there, each of which was written as one more than it is."""
+    places = flat.nonzero().reshape(-1)
+    return places, flat[places].to(torch.int64) - 1
+
+
+def along_dimensions(
+    runs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]], shape: tuple[int, ...], base: int = _BASE
 ) -> Rearrangement:
+    """Where the elements of a tensor lie, from where those of the lines through its first element were found.
+
+    Args:
+        runs: for each dimension, for each digit from the lowest on, what :func:`told_places` says.
+        shape: of the tensor.
+        base: of the digits.
+
+    Raises:
+        NotRearranged: they tell no order.
+    """
     firsts: list[int] = []
     steps: list[tuple[int, ...]] = []
     for n, powers in zip(shape, runs, strict=True):
@@ -145,7 +159,7 @@ def _along_dimensions(
         for power, (again, digits) in enumerate(powers):
             if len(again) != n or not torch.equal(again, places):
                 raise NotRearranged("elements were lost, doubled, or put where their values say")
-            numbers += digits * _BASE**power
+            numbers += digits * base**power
         order = numbers.argsort()
         if not torch.equal(numbers[order], torch.arange(n, device=numbers.device)):
             raise NotRearranged("values were changed")

@@ -15,7 +15,7 @@ WORDS = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.floa
 
 
 @triton.jit
-def _e4m3(x):
+def e4m3(x):
     """The bits of torch's own conversion (``c10/util/Float8_e4m3fn.h``), which GPUs before Ada do not have."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -105,7 +105,7 @@ def quantize_blocks(
         # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
         q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        q = _e4m3(scaled)
+        q = e4m3(scaled)
     mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
     tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
     if not GIVEN:

@@ -24,7 +24,7 @@ from . import blocks
 BLOCK = 16
 _E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-_E4M3_TINIEST = 2.0**-9
+E4M3_TINIEST = 2.0**-9
 # With smaller ones, reciprocals of scales overflow here and in the engine.
 LEAST_GLOBAL_SCALE = 2.0**-100
 # The product of a global scale with what it was made by dividing by may miss the maximum by a rounding or two.
@@ -198,7 +198,7 @@ def _per_row(scale_2: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _block_scales(amax: torch.Tensor, g: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
     if arithmetic is Arithmetic.WEIGHTS:
-        scale = (amax / (_E2M1_MAX * g)).clamp(_E4M3_TINIEST, E4M3_MAX)
+        scale = (amax / (_E2M1_MAX * g)).clamp(E4M3_TINIEST, E4M3_MAX)
         scale = torch.where(amax == 0, torch.ones_like(scale), scale)
     else:
         scale = (g.reciprocal() * (amax * (1.0 / _E2M1_MAX))).clamp(max=E4M3_MAX)

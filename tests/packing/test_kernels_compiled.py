@@ -18,12 +18,13 @@ from triton.compiler import ASTSource
 
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
-from rlrefit.integration.packing import kernels
-from rlrefit.integration.quantize import fp8_kernels
+from rlrefit.integration.packing import kernels, reordering_kernels
+from rlrefit.integration.quantize import fp8_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
-_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32"}
+_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32", "aside": "*u8", "maps": "*u8"}
+_NARROW |= {"choices": "*i32", "scales_2": "*fp32"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
@@ -68,6 +69,34 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
     found = accesses(kernels.cast_segments, {**_PLACES, **types}, 8)
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (2 * size, 4)
     assert found["st.global.b16"] == 0
+
+
+def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
+    found = accesses(reordering_kernels.set_aside, {"TILE": 1024}, 4, "aside")
+    assert (found["ld.global.v2.b64"], found["st.global.v2.b64"]) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("bits", "words", "mapped", "paired"),
+    [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)],
+)
+def test_matrices_are_put_in_order_without_spilling(
+    bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path
+) -> None:
+    constants = {"BITS": bits, "WORDS": words, "TILES": 1024 // words, "MAPPED": mapped, "PAIRED": paired}
+    made = compiled(reordering_kernels.put_in_order, constants, ("aside", "maps", "choices"), num_warps=4)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
+    constants = {"WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4, "UNIT": 16}
+    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, ("scales_2",), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
+    # Divisions that round as torch's do, and no products that are added before they are rounded.
+    assert "div.full" not in made["ptx"]
+    assert "fma" not in made["ptx"]
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
 @pytest.mark.parametrize("converts", [True, False])
@@ -125,6 +154,15 @@ def apply_code(size: int) -> Any:
     )
 
 
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of a program's shared memory."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    told = check_output(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", folder / "kernel.cubin"], text=True
+    )
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", told)}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("code", "programs", "warps"),
@@ -139,11 +177,7 @@ def test_all_programs_that_pack_or_write_fit_on_a_gpu_at_once(
     made = code(size)
     # Bits are counted by an instruction of their own.
     assert "popc.b32" in made["ptx"]
-    (tmp_path / "kernel.cubin").write_bytes(made["cubin"])
-    told = check_output(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "kernel.cubin"], text=True
-    )
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", told)}
+    used = resources(made["cubin"], tmp_path)
     assert used["REG"] * 32 * warps * programs <= 1 << 16
     assert used["SHARED"] * programs <= 100_000
     # What finds no register lies there.

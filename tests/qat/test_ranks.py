@@ -142,6 +142,8 @@ def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_trai
 ) -> None:
     found = trained.vllm
     assert found["changed"]
+    # Of what is packed nothing takes the misc path. Two weights do that the CPU's kernels have a copy of.
+    assert set(found["misc"]) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
     # CUDA graphs hold the addresses of what kernels keep beside parameters.

@@ -73,7 +73,7 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
         ),
     }
     fragments, misc = destination.fragments(packed)
-    found |= {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
+    found |= {"changed": bool(_differing(live, expected)), "misc": misc}
     workspaces = _workspaces(live)
     for version, (tensors, oracle) in enumerate(
         ((b, expected), (a, _loaded(path_a, RANK, RANKS)[0])), start=1

@@ -68,7 +68,13 @@ class _Model(nn.Module):
 
     def reload(self, names: Iterable[str], absent: int = 0) -> ScopedReload:
         modules, needed = {"layer": self.layer}, {"layer": frozenset(names)}
-        return ScopedReload(self, VllmConfig(), torch.device("cpu"), modules, needed, {}, {"layer": absent})
+        return ScopedReload(
+            self, VllmConfig(), torch.device("cpu"), modules, needed, {}, _nowhere, {"layer": absent}
+        )
+
+
+def _nowhere(landing: Any) -> torch.Tensor:
+    raise AssertionError(landing)
 
 
 def _gptq(ordered: bool = False, ranks: int = 1) -> _Model:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
@@ -298,7 +298,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
             after = frozenset(name for name, _ in twin.named_parameters())
-        trace, layouts, reasons = _routed(_after_swaps(trace, before, layouts), before, owners, layouts)
+        trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
@@ -312,6 +312,32 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
+
+    def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, Layout]) -> dict[str, str]:
+        """Tensors that no module needs while it takes new weights by ``layouts``, each with the module that it is loaded into."""
+        return {}
+
+    def _ways(
+        self,
+        trace: LoaderTrace,
+        parameters: Mapping[str, torch.Tensor],
+        owners: Mapping[str, frozenset[str]],
+        layouts: dict[str, Layout],
+    ) -> tuple[LoaderTrace, dict[str, Layout], dict[str, str]]:
+        """As :func:`_routed`, of what is needed."""
+        unneeded = self._unneeded(trace, layouts)
+        while True:
+            needed = replace(
+                trace,
+                landings={n: () if n in unneeded else found for n, found in trace.landings.items()},
+                misc_reasons={n: r for n, r in trace.misc_reasons.items() if n not in unneeded},
+            )
+            # What is not needed must not have a module's other tensors take another way with it.
+            found = _routed(needed, parameters, owners, layouts, unneeded)
+            still = {n: module for n, module in unneeded.items() if found[1][module] is layouts[module]}
+            if still == unneeded:
+                return found
+            unneeded = still
 
     def _layouts(self, twin: nn.Module, modules: set[str], promised: frozenset[str]) -> dict[str, Layout]:
         live = dict(self._model.named_modules())
@@ -379,6 +405,7 @@ def _routed[Layout: ModuleLayout](
     parameters: Mapping[str, torch.Tensor],
     owners: Mapping[str, frozenset[str]],
     layouts: Mapping[str, Layout],
+    unneeded: Collection[str] = (),
 ) -> tuple[LoaderTrace, dict[str, Layout], dict[str, str]]:
     """The landings where the engine put them after loading, how modules take new weights, and why tensors take the misc path.
 
@@ -400,7 +427,7 @@ def _routed[Layout: ModuleLayout](
     }
     # Zeros are filled where they are as loaded.
     filled = (zeros.parameter for found in trace.zeros.values() for zeros in found)
-    failed |= {module for name in filled if _rearranged(name, layouts) for module in owners[name]}
+    failed |= {module for name in filled if _elsewhere(name, layouts) for module in owners[name]}
     if trace.unknown:
         # One of these may reach any module.
         failed |= layouts.keys()
@@ -413,6 +440,7 @@ def _routed[Layout: ModuleLayout](
         blocked = {name: layout.reason for name, layout in found.items() if layout.reason}
         separable = {name for name, layout in found.items() if layout.separable}
         reasons = spread_over_modules(trace, owners, blocked, separable)
+        reasons = {name: reason for name, reason in reasons.items() if name not in unneeded}
         loaded = {
             module for name in reasons for parameter in trace.touched[name] for module in owners[parameter]
         }
@@ -432,6 +460,11 @@ def _moved(
     """A landing where the engine put its elements after loading; None if that is no box."""
     by = _rearranged(at.parameter, layouts)
     return at if by is None else at.rearranged(parameters[at.parameter], by)
+
+
+def _elsewhere(name: str, layouts: Mapping[str, ModuleLayout]) -> bool:
+    module, _, parameter = name.rpartition(".")
+    return module in layouts and layouts[module].lands_elsewhere(parameter)
 
 
 def _rearranged(name: str, layouts: Mapping[str, ModuleLayout]) -> Rearrangement | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, SPECULATIVE, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
@@ -35,14 +36,21 @@ from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, module_layout
+from .nvfp4 import Making, PackedForm, PackedLayers
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
 
 @dataclass(frozen=True)
 class VllmRoutes(Routes):
-    """Of a vLLM worker; ``misc`` loads what takes the misc path."""
+    """Of a vLLM worker.
+
+    Attributes:
+        misc: loads what takes the misc path.
+        packed: modules that are made of packed tensors that land in place.
+    """
 
     misc: ScopedReload
+    packed: dict[str, PackedForm]
 
 
 class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
@@ -71,6 +79,10 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         self._vllm_config = vllm_config
         self._reset_caches = tuple(reset_caches)
         self._kernel_layouts = KernelLayouts(vllm_config, device)
+        self._packed_layers = PackedLayers(vllm_config, device)
+        # Of the routes that refits go by, and where the parameters that it writes are.
+        self._making: Making | None = None
+        self._made_at: Hashable = None
         super().__init__(device)
 
     @property
@@ -82,6 +94,35 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         """As :meth:`TracedDestination.quantized`; the log tells of modules that hold another FP8 than blocks."""
         tell_of_own_quantizers(self._model)
         return super().quantized(specs)
+
+    def agree(self, specs: Manifest) -> VllmRoutes:
+        """As :meth:`TracedDestination.agree`; prepares what makes packed layers of what lands."""
+        before, routes = self._routes, super().agree(specs)
+        held = {
+            module: {
+                name: p.data
+                for name, p in self._model.get_submodule(module)._parameters.items()
+                if p is not None
+            }
+            for module in routes.packed
+        }
+        places = tuple([tensor.data_ptr() for tensors in held.values() for tensor in tensors.values()])
+        if routes is not before or places != self._made_at:
+            self._made_at = places
+            modules = {module: (held[module], form) for module, form in routes.packed.items()}
+            self._making = Making(modules, self._device) if modules else None
+        return routes
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """As :meth:`TracedDestination.rewritten`; what is put in Marlin's order does not stay as it lands."""
+        if self._making is None:
+            return {}
+        reasons = {
+            spec.name: self._making.rewrites(*_apart(at.parameter))
+            for spec in specs
+            for at in self._agreed().landings.get(spec.name, ())
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through vLLM's own loader.
@@ -117,10 +158,27 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         if not layout.reload:
             return layout
         try:
+            packed = self._packed_layers.of(live, twin)
+            if packed is not None:
+                return VllmLayout(placed=True, packed=packed, otherwise=layout)
             found = self._kernel_layouts.of(live, twin)
         except NotRearranged as reason:
             return replace(layout, reason=f"{layout.reason} ({reason})")
         return layout if found is None else VllmLayout(placed=True, rearranged=found, otherwise=layout)
+
+    def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, VllmLayout]) -> dict[str, str]:
+        """Scales of inputs that packed layers do not quantize; vLLM's reload would wait for them."""
+        unused = unused_parameters(self._model)
+        found = {}
+        for name, touched in trace.touched.items():
+            modules = {_apart(parameter)[0] for parameter in touched}
+            if touched and touched <= unused and all(m in layouts and layouts[m].packed for m in modules):
+                found[name] = min(modules)
+        return found
+
+    def _target(self, landing: Landing) -> torch.Tensor:
+        packed = None if self._making is None else self._making.landing(*_apart(landing.parameter))
+        return super()._target(landing) if packed is None else packed
 
     def _check(self, traced: Traced[VllmLayout, BlockFp8]) -> None:
         check_follows(self._vllm_config, traced.trace)
@@ -151,24 +209,36 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
             for module, layout in traced.layouts.items():
                 if layout.reload and module not in followers:
                     required.setdefault(module, set())
+        # Where all weights come by the misc path these do, too.
+        unneeded = self._unneeded(traced.trace, traced.layouts)
         misc = ScopedReload(
             self._model,
             self._vllm_config,
             self._device,
             {module: live[module] for module in required},
             {module: frozenset(names) for module, names in required.items()},
-            traced.placed(shared.landings),
+            {**traced.placed(shared.landings), **dict.fromkeys(unneeded, ())},
+            self._target,
             absent_elements(self._model, traced.trace),
             [live[module] for module in sorted(followers)],
         )
-        return VllmRoutes(**vars(shared), misc=misc)
+        packed = {name: layout.packed for name, layout in traced.layouts.items() if layout.packed is not None}
+        return VllmRoutes(**vars(shared), misc=misc, packed=packed)
 
     def _post_load(self, routes: VllmRoutes) -> None:
         routes.misc.finish()
         with self._device, torch.no_grad():
+            if self._making is not None:
+                self._making.make()
             refresh_derived_state(self._model, self._vllm_config.model_config.dtype)
         for reset in self._reset_caches:
             reset()
+
+
+def _apart(name: str) -> tuple[str, str]:
+    """A parameter's module, and its name there."""
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
 
 
 def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:

@@ -97,7 +97,7 @@ class KernelLayouts:
 
     def _processed(self, live: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What vLLM makes of ``given`` in the place of the live parameters."""
-        module, method = _apart(live), _apart(live.quant_method)
+        module, method = apart(live), apart(live.quant_method)
         module._parameters = {
             name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()
         }
@@ -115,7 +115,7 @@ class KernelLayouts:
         return {name: p.data for name, p in module._parameters.items() if p is not None}
 
 
-def _apart[T: nn.Module](module: T) -> T:
+def apart[T: nn.Module](module: T) -> T:
     """A copy that has the same tensors and modules, which others can take the place of in the copy alone."""
     copied = copy.copy(module)
     for name in ("_parameters", "_buffers", "_modules"):

@@ -8,7 +8,7 @@ vLLM's own code, named here for each kind of module (read in vLLM 0.21, 0.26 and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
@@ -20,6 +20,9 @@ from vllm.platforms import current_platform
 from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .compat import kind_of
 from .fp8 import block_fp8
+
+if TYPE_CHECKING:
+    from .nvfp4 import PackedForm
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
@@ -39,9 +42,16 @@ class VllmLayout(ModuleLayout):
 
     Attributes:
         reload: vLLM's loader cannot write it in place, so new weights need vLLM's layerwise reload.
+        packed: how it is made of packed tensors that have landed; None if they are used as they land.
     """
 
     reload: bool = False
+    packed: PackedForm | None = None
+
+    def lands_elsewhere(self, parameter: str) -> bool:
+        """As :meth:`ModuleLayout.lands_elsewhere`."""
+        packed = self.packed is not None and self.packed.lands_elsewhere(parameter)
+        return packed or super().lands_elsewhere(parameter)
 
     @property
     def separable(self) -> bool:

@@ -9,7 +9,7 @@ of modules and a missing part is an error before anything is served.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,7 @@ class ScopedReload:
         required: for each of them the checkpoint tensors that must come in every refit.
         placed: checkpoint tensors of other modules that the engine's loader cannot write, with the places that the trace
             found for them.
+        target: the tensor that has the layout of a place's parameter as it is loaded.
         absent: by module, how many elements of its parameters no tensor brings and nothing needs.
         followers: modules that :func:`follows` names, whose parameters are other modules'.
     """
@@ -67,6 +68,7 @@ class ScopedReload:
         modules: Mapping[str, nn.Module],
         required: Mapping[str, frozenset[str]],
         placed: Mapping[str, Sequence[Landing]],
+        target: Callable[[Landing], torch.Tensor],
         absent: Mapping[str, int],
         followers: Sequence[nn.Module] = (),
     ) -> None:
@@ -78,6 +80,7 @@ class ScopedReload:
         self._scope = _ReloadScope(modules.values())
         self._modules = dict(modules)
         self._placed = dict(placed)
+        self._target = target
         self._absent = {name: count for name, count in absent.items() if name in modules}
         self._followers = tuple(followers)
         self._arrived: set[str] = set()
@@ -198,7 +201,7 @@ class ScopedReload:
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         for landing in self._placed[name]:
-            landing.write(tensor, self._model.get_parameter(landing.parameter))
+            landing.write(tensor, self._target(landing))
 
     def _begin(self) -> None:
         if self._active or not self._modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -164,6 +164,25 @@ class QAT:
     def input_scale(self, weight: str) -> torch.Tensor | None:
         """``input_scale`` of a weight; None if inputs are not quantized."""
         return None if self._inputs is None else self._inputs.exported(weight)
+
+    def positions(self, weights: Sequence[str]) -> torch.Tensor:
+        """Where the global scales of ``weights`` are, for :meth:`scales_at`."""
+        return torch.tensor([self._scales.position(weight) for weight in weights], device=rank_device())
+
+    def scales_at(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`scale`, of many weights at a time."""
+        return self._scales.of(positions, dtype)
+
+    def input_positions(self, weights: Sequence[str]) -> torch.Tensor:
+        """Where the scales of the inputs of ``weights`` are, for :meth:`input_scales_at`; nowhere if they are not quantized."""
+        if self._inputs is None:
+            weights = ()
+        found = [0 if self._inputs is None else self._inputs.position(weight) for weight in weights]
+        return torch.tensor(found, dtype=torch.int64, device=rank_device())
+
+    def input_scales_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """As :meth:`input_scale`, of many weights at a time."""
+        return positions.new_zeros(0).float() if self._inputs is None else self._inputs.exported_at(positions)
 
     def specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """What stands in a weight's place; the weight itself if it is not quantized."""

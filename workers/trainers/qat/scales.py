@@ -310,8 +310,12 @@ class InputScales:
         Raises:
             RefitError: its inputs were never seen.
         """
+        return self.exported_at(self.position(weight))
+
+    def exported_at(self, positions: int | torch.Tensor) -> torch.Tensor:
+        """As :meth:`exported`, of layers by their places."""
         self._require_calibrated()
-        return nvfp4.global_scale(self._amax[self.position(weight)])
+        return nvfp4.global_scale(self._amax[positions])
 
     def noted(self) -> torch.Tensor:
         """What this rank brings to :meth:`take`, whose largest of all ranks that gets.

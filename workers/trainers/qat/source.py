@@ -5,7 +5,8 @@ The packed tensors of what this rank holds are kept in memory, 9/16 byte a weigh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from ....integration.layout import Box, Fragment
 from ....integration.packing import Cast
 from ....integration.quantize import blocks, nvfp4
 from ....integration.quantize.nvfp4_checkpoint import packed_names
+from ....integration.quantize.nvfp4_table import Nvfp4Job, Nvfp4Packer, make_packer
 from ....integration.weights.endpoints import WeightSource, Writes, writes_by
 from ....integration.weights.manifest import TensorSpec
 from .model import QAT
@@ -22,13 +24,24 @@ _BLOCK = (1, nvfp4.BLOCK)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """A part of a quantized weight, and where its packed form is kept."""
+class _Packing:
+    """What packs the parts of weights that are exported in one dtype: their jobs, and where their global scales are."""
 
-    name: str
-    view: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
+    dtype: torch.dtype
+    packer: Nvfp4Packer
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Scalars:
+    """Memory of scalars of one kind, of weights that are exported in one dtype, and where their values are."""
+
+    dtype: torch.dtype
+    memory: list[torch.Tensor]
+    positions: torch.Tensor
+
+    def write(self, values: torch.Tensor) -> None:
+        torch._foreach_copy_(self.memory, list(values.unbind()))
 
 
 class PackedSource:
@@ -47,8 +60,12 @@ class PackedSource:
     def __init__(self, source: WeightSource, qat: QAT):
         self._source = source
         self._qat = qat
-        self._parts: list[_Part] = []
+        self._parts: list[tuple[str, Nvfp4Job]] = []
         self._scalars: dict[str, torch.Tensor] = {}
+        # Prepared for the parts of the last fragments, as :meth:`prepare` needs it.
+        self._packings: list[_Packing] | None = None
+        self._weight_scalars: list[_Scalars] = []
+        self._input_scalars: _Scalars | None = None
         self._memory: dict[tuple[str, Box], torch.Tensor] = {}
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
@@ -67,7 +84,7 @@ class PackedSource:
             if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
                 refused[fragment.name] = reason
         packed = [f for f in held if f.name not in self._qat.weights]
-        self._parts, self._scalars = [], {}
+        self._parts, self._scalars, self._packings = [], {}, None
         for fragment in held:
             if fragment.name in self._qat.weights and fragment.name not in refused:
                 packed += self._pack(fragment)
@@ -75,16 +92,15 @@ class PackedSource:
 
     def prepare(self) -> None:
         self._qat.prepare_export(self._source.prepare)
+        if self._packings is None:
+            self._packings = self._prepared()
         with torch.no_grad():
-            for part in self._parts:
-                scale_2 = self._scale_2(part.name)
-                # Rounded first, where the trainer keeps it in another dtype than it is exported in.
-                weight = part.view.to(part.codes.device, self._dtypes[part.name])
-                codes, scales, _ = nvfp4.quantize(weight, scale_2)
-                part.codes.copy_(codes)
-                part.scales.copy_(scales)
-            for name, scalar in self._scalars.items():
-                scalar.copy_(self._scalar(name))
+            for one in self._packings:
+                one.packer.launch(self._qat.scales_at(one.positions, one.dtype).to(self.device))
+            for scalars in self._weight_scalars:
+                scalars.write(self._qat.scales_at(scalars.positions, scalars.dtype))
+            if self._input_scalars is not None:
+                self._input_scalars.write(self._qat.input_scales_at(self._input_scalars.positions))
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
@@ -96,7 +112,7 @@ class PackedSource:
 
     def storage_key(self) -> Hashable:
         # Of what is packed, too: fragments may have been asked for where the weights are no longer.
-        return self._source.storage_key(), tuple([part.view.data_ptr() for part in self._parts])
+        return self._source.storage_key(), tuple([job.source.data_ptr() for _, job in self._parts])
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
@@ -113,7 +129,7 @@ class PackedSource:
         scales = self._kept(
             names.weight_scale, of_scales, (rows, columns // nvfp4.BLOCK), torch.float8_e4m3fn
         )
-        self._parts.append(_Part(fragment.name, fragment.view, codes, scales))
+        self._parts.append((fragment.name, Nvfp4Job(fragment.view, codes, scales)))
         yield Fragment(names.weight, (n, k // 2), halves, codes)
         yield Fragment(names.weight_scale, (n, k // nvfp4.BLOCK), of_scales, scales)
         for name in (names.weight_scale_2, names.input_scale):
@@ -127,16 +143,37 @@ class PackedSource:
             self._memory[name, box] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._memory[name, box]
 
-    def _scalar(self, name: str) -> torch.Tensor:
-        weight = self._origin[name]
-        if name == packed_names(weight).weight_scale_2:
-            return self._scale_2(weight)
-        found = self._qat.input_scale(weight)
-        assert found is not None
-        return found
+    def _prepared(self) -> list[_Packing]:
+        """What packs all parts; and where all scalars are, of weights and of inputs."""
+        by_dtype: dict[torch.dtype, list[tuple[str, Nvfp4Job]]] = defaultdict(list)
+        for name, job in self._parts:
+            by_dtype[self._dtypes[name]].append((name, job))
+        of_weights: dict[torch.dtype, list[str]] = defaultdict(list)
+        of_inputs: list[str] = []
+        for name in self._scalars:
+            weight = self._origin[name]
+            own = name == packed_names(weight).weight_scale_2
+            (of_weights[self._dtypes[weight]] if own else of_inputs).append(name)
+        self._weight_scalars = [
+            self._scalars_of(names, dtype, self._qat.positions) for dtype, names in of_weights.items()
+        ]
+        self._input_scalars = (
+            self._scalars_of(of_inputs, torch.float32, self._qat.input_positions) if of_inputs else None
+        )
+        return [
+            _Packing(
+                dtype,
+                make_packer([job for _, job in found], dtype, self.device),
+                self._qat.positions([name for name, _ in found]),
+            )
+            for dtype, found in by_dtype.items()
+        ]
 
-    def _scale_2(self, weight: str) -> torch.Tensor:
-        return self._qat.scale(weight, self._dtypes[weight])
+    def _scalars_of(
+        self, names: Sequence[str], dtype: torch.dtype, positions: Callable[[Sequence[str]], torch.Tensor]
+    ) -> _Scalars:
+        weights = [self._origin[name] for name in names]
+        return _Scalars(dtype, [self._scalars[name] for name in names], positions(weights))
 
 
 def _misfit(fragment: Fragment) -> str:

@@ -1,0 +1,295 @@
+"""Packed matrices that have landed as they are in a checkpoint, put in the order of a kernel in the same memory.
+
+A group of matrices at a time is copied aside, and written back in order: bounded memory beside the weights, and a few launches for a
+model. What orders are, and how they are found out, :mod:`..layout.codes` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..layout.codes import Tiling
+from .rows import Table
+from .tables import Launch
+
+# What is copied aside at a time, unless a single matrix has more.
+ASIDE_BYTES = 128 << 20
+_UNIT = 16
+_WORD = 4
+# Units, words and bytes that one program handles, and its warps.
+_ASIDE_TILE = 1024
+_WORDS = 1024
+_LOOKED_AT = 16384
+_WARPS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Unordered:
+    """A matrix that is to be put in order.
+
+    Attributes:
+        memory: contiguous, of this matrix alone; any dtype.
+        rows: of it as it lands.
+        columns: of it, in elements.
+        bits: of an element, 4 or 8.
+        tiling: the order.
+        slot: which entry of ``choices`` says what becomes of its bytes; None if they stay as they are.
+    """
+
+    memory: torch.Tensor
+    rows: int
+    columns: int
+    bits: int
+    tiling: Tiling
+    slot: int | None = None
+
+
+class Reordering(Protocol):
+    """Puts matrices in order; ``aside_bytes`` is the memory that it takes meanwhile."""
+
+    aside_bytes: int
+
+    def launch(self, maps: torch.Tensor, choices: torch.Tensor) -> None:
+        """Put all in order; on a GPU, enqueue that on the current stream.
+
+        Args:
+            maps: uint8 ``[m, 256]``: what becomes of each byte.
+            choices: int32 ``[slots]``: a row of ``maps`` for each slot.
+        """
+
+
+class LargestBytes(Protocol):
+    """Finds the largest positive number among the E4M3 bytes of matrices."""
+
+    def find(self, out: torch.Tensor) -> None:
+        """Set ``out`` (int32 ``[slots]``) to the largest byte of each slot that stands for a positive number; 0 if there is none."""
+
+
+def make_reordering(
+    jobs: Sequence[Unordered], device: torch.device, interpret: bool = False, aside_bytes: int = ASIDE_BYTES
+) -> Reordering:
+    """Of ``jobs`` on ``device``. Their memory has to stay where it is.
+
+    Args:
+        jobs: all of whose matrices have memory of their own.
+        device: of them.
+        interpret: whether Triton interprets the kernels on a CPU, in tests.
+        aside_bytes: what is copied aside at a time, unless a single matrix has more.
+
+    Raises:
+        ValueError: memory that the kernels can't take.
+    """
+    if device.type == "cuda" or interpret:
+        return DeviceReordering(jobs, device, aside_bytes)
+    return HostReordering(jobs)
+
+
+def make_largest_bytes(
+    matrices: Sequence[tuple[torch.Tensor, int]], device: torch.device, interpret: bool = False
+) -> LargestBytes:
+    """Of ``matrices``: contiguous bytes, and their slots; otherwise as :func:`make_reordering`."""
+    if device.type == "cuda" or interpret:
+        return DeviceLargestBytes(matrices, device)
+    return HostLargestBytes(matrices)
+
+
+class HostReordering:
+    """Of CPU tensors, by torch."""
+
+    aside_bytes = 0
+
+    def __init__(self, jobs: Sequence[Unordered]):
+        self._jobs = list(jobs)
+
+    def launch(self, maps: torch.Tensor, choices: torch.Tensor) -> None:
+        """As :meth:`Reordering.launch`."""
+        for job in self._jobs:
+            flat = job.memory.view(-1).view(torch.uint8)
+            elements = torch.stack((flat & 0xF, flat >> 4), dim=-1).reshape(-1) if job.bits == 4 else flat
+            if job.slot is not None:
+                elements = maps[int(choices[job.slot])][elements.int()]
+            tiling = job.tiling
+            down, across = job.rows // tiling.rows, job.columns // tiling.columns
+            tiles = elements.view(down, tiling.rows, across, tiling.columns).permute(0, 2, 1, 3)
+            inside = tiles.reshape(down * across, tiling.elements)[:, torch.tensor(tiling.order)]
+            numbers = torch.tensor(tiling.row_starts)[:, None] + torch.tensor(tiling.column_starts)
+            made = torch.empty_like(inside)
+            made[numbers.reshape(-1)] = inside
+            if job.bits == 4:
+                pairs = made.view(-1, 2)
+                made = pairs[:, 0] | (pairs[:, 1] << 4)
+            flat.copy_(made.view(-1))
+
+
+class HostLargestBytes:
+    """Of CPU tensors, by torch."""
+
+    def __init__(self, matrices: Sequence[tuple[torch.Tensor, int]]):
+        self._matrices = list(matrices)
+
+    def find(self, out: torch.Tensor) -> None:
+        """As :meth:`LargestBytes.find`."""
+        out.zero_()
+        for memory, slot in self._matrices:
+            flat = memory.view(-1).view(torch.uint8)
+            largest = torch.where(flat < 0x7F, flat, torch.zeros_like(flat)).amax()
+            out[slot] = torch.maximum(out[slot], largest.int())
+
+
+class DeviceReordering:
+    """By Triton's kernels."""
+
+    def __init__(self, jobs: Sequence[Unordered], device: torch.device, aside_bytes: int):
+        self._device = device
+        for job in jobs:
+            _check(job)
+        # Tables of orders that jobs share are on the device once.
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        groups = list(_groups(jobs, aside_bytes))
+        self.aside_bytes = max((sum(job.memory.nbytes for job in group) for group in groups), default=0)
+        self._groups = [self._prepared(group) for group in groups]
+
+    def launch(self, maps: torch.Tensor, choices: torch.Tensor) -> None:
+        """As :meth:`Reordering.launch`."""
+        aside = self._aside(self.aside_bytes)
+        for set_aside, back in self._groups:
+            set_aside(aside)
+            for put_back in back:
+                put_back(aside, maps, choices)
+
+    def _aside(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _prepared(self, group: Sequence[Unordered]) -> tuple[Launch, list[Launch]]:
+        from .reordering_kernels import put_in_order, set_aside
+
+        sizes = [job.memory.nbytes for job in group]
+        offsets = np.cumsum([0, *sizes])[:-1].tolist()
+        like = self._aside(_UNIT), self._aside(256), torch.zeros(1, dtype=torch.int32, device=self._device)
+        copied = [
+            (job.memory.data_ptr(), job.memory.nbytes // _UNIT, at // _UNIT)
+            for job, at in zip(group, offsets, strict=True)
+        ]
+        aside = Launch(
+            set_aside,
+            _WARPS,
+            _table(copied, [-(-units // _ASIDE_TILE) for _, units, _ in copied]),
+            (_ASIDE_TILE,),
+            self._device,
+            like[:1],
+        )
+        kinds: dict[tuple[int, int, bool, bool], list[tuple[Unordered, int]]] = {}
+        for job, offset in zip(group, offsets, strict=True):
+            words = job.tiling.elements * job.bits // (8 * _WORD)
+            kind = job.bits, words, job.slot is not None, job.bits == 4 and _paired(job.tiling)
+            kinds.setdefault(kind, []).append((job, offset))
+        back = []
+        for (bits, words, mapped, paired), found in kinds.items():
+            tiles = max(1, _WORDS // words)
+            rows, counts = [], []
+            for job, offset in found:
+                tiling = job.tiling
+                down, across = len(tiling.row_starts), len(tiling.column_starts)
+                rows.append(
+                    (
+                        *(job.memory.data_ptr(), offset, job.columns, across, tiling.rows, tiling.columns),
+                        *(
+                            self._on_device(t)
+                            for t in (tiling.row_starts, tiling.column_starts, _places(tiling))
+                        ),
+                        job.slot or 0,
+                    )
+                )
+                counts.append(down * -(-across // tiles))
+            back.append(
+                Launch(
+                    put_in_order,
+                    _WARPS,
+                    _table(rows, counts),
+                    (bits, words, tiles, mapped, paired),
+                    self._device,
+                    like,
+                )
+            )
+        return aside, back
+
+    def _on_device(self, numbers: tuple[int, ...]) -> int:
+        """The address of these numbers, int32."""
+        if numbers not in self._tables:
+            self._tables[numbers] = torch.tensor(numbers, dtype=torch.int32, device=self._device)
+        return self._tables[numbers].data_ptr()
+
+
+class DeviceLargestBytes:
+    """By Triton's kernel."""
+
+    def __init__(self, matrices: Sequence[tuple[torch.Tensor, int]], device: torch.device):
+        from .reordering_kernels import largest_bytes
+
+        rows = [(memory.data_ptr(), memory.nbytes, slot) for memory, slot in matrices]
+        counts = [-(-nbytes // _LOOKED_AT) for _, nbytes, _ in rows]
+        like = torch.zeros(1, dtype=torch.int32, device=device)
+        self._launch = Launch(largest_bytes, _WARPS, _table(rows, counts), (_LOOKED_AT,), device, (like,))
+
+    def find(self, out: torch.Tensor) -> None:
+        """As :meth:`LargestBytes.find`."""
+        out.zero_()
+        self._launch(out)
+
+
+def _check(job: Unordered) -> None:
+    memory, tiling = job.memory, job.tiling
+    if memory.nbytes * 8 != job.rows * job.columns * job.bits or not memory.is_contiguous():
+        raise ValueError(
+            f"{list(memory.shape)} does not hold {job.rows} by {job.columns} elements in one piece"
+        )
+    if memory.nbytes % _UNIT or memory.data_ptr() % _UNIT:
+        raise ValueError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} have no whole units of {_UNIT}")
+    if job.rows * job.columns >= 1 << 31:
+        raise ValueError(f"{job.rows} by {job.columns} elements are more than the kernel counts")
+    if (len(tiling.row_starts) * tiling.rows, len(tiling.column_starts) * tiling.columns) != (
+        job.rows,
+        job.columns,
+    ):
+        raise ValueError(f"the tiles are not those of {job.rows} by {job.columns} elements")
+
+
+def _groups(jobs: Sequence[Unordered], most: int) -> Iterable[list[Unordered]]:
+    group: list[Unordered] = []
+    held = 0
+    for job in jobs:
+        if group and held + job.memory.nbytes > most:
+            yield group
+            group, held = [], 0
+        group.append(job)
+        held += job.memory.nbytes
+    if group:
+        yield group
+
+
+def _paired(tiling: Tiling) -> bool:
+    """Whether the two elements of each byte lie four places apart in one word, the low one first."""
+    words = [tiling.order[i : i + 8] for i in range(0, tiling.elements, 8)]
+    return tiling.columns % 2 == 0 and all(
+        word[p] % 2 == 0 and word[p + 4] == word[p] + 1 for word in words for p in range(4)
+    )
+
+
+def _places(tiling: Tiling) -> tuple[int, ...]:
+    """Row and column of each place's element, in the halves of a word."""
+    return tuple(at // tiling.columns << 16 | at % tiling.columns for at in tiling.order)
+
+
+def _table(rows: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Table:
+    """Rows with the number of their first program behind them, and the row of each program."""
+    firsts = np.cumsum([0, *counts])[:-1]
+    table: npt.NDArray[np.int64] = np.column_stack([np.array(rows, dtype=np.int64), firsts])
+    return Table(
+        _UNIT, False, np.ascontiguousarray(table), np.repeat(np.arange(len(rows), dtype=np.int32), counts), 0
+    )

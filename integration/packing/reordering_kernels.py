@@ -1,0 +1,97 @@
+"""Triton kernels of :mod:`.reordering`. Imported only where they run. Addresses are plain integers.
+
+A row of a table ends with the number of its first program.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def set_aside(tiles, rows, aside, TILE: tl.constexpr):
+    """Copy memory to its place in ``aside``, in units of 16 bytes. A row: address, units, units before it in ``aside``."""
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * 4
+    index = (pid - tl.load(row + 3).to(tl.int32)) * TILE + tl.arange(0, TILE)
+    mask = (index < tl.load(row + 1).to(tl.int32))[:, None]
+    lane = tl.arange(0, 2)[None, :]
+    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
+    target = tl.multiple_of(aside.to(tl.pointer_type(tl.int64)), 16) + tl.load(row + 2) * 2
+    value = tl.load(source + (index[:, None] * 2 + lane), mask=mask)
+    tl.store(target + (index[:, None] * 2 + lane), value, mask=mask)
+
+
+@triton.jit
+def put_in_order(
+    tiles,
+    rows,
+    aside,
+    maps,
+    choices,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILES: tl.constexpr,
+    MAPPED: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Write matrices from ``aside`` in order. A program makes up to ``TILES`` neighbours of a row of tiles, of ``WORDS`` words of 32
+    bits each.
+
+    A row: address, bytes before it in ``aside``, columns of the matrix, tiles in a row of them, a tile's rows and columns, addresses
+    of the rows' starts, of the columns', and of each place's row and column, and the slot. With ``PAIRED`` the two elements of a byte
+    lie four places apart in one word, the low one first: half as many reads.
+    """
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
+    columns = tl.load(row + 2).to(tl.int32)
+    across = tl.load(row + 3).to(tl.int32)
+    height = tl.load(row + 4).to(tl.int32)
+    width = tl.load(row + 5).to(tl.int32)
+    chunks = (across + TILES - 1) // TILES
+    local = pid - tl.load(row + 10).to(tl.int32)
+    down = local // chunks
+    over = (local - down * chunks) * TILES + tl.arange(0, TILES)
+    mask = over < across
+    row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
+    column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    order = tl.load(row + 8).to(tl.pointer_type(tl.int32))
+    start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=mask, other=0)
+    source = aside + tl.load(row + 1)
+    word = tl.arange(0, WORDS)
+    first = (down * height * columns + over * width)[:, None]
+    mask = mask[:, None] & (word >= 0)[None, :]
+    if MAPPED:
+        bytes_of = maps + tl.load(choices + tl.load(row + 9)).to(tl.int64) * 256
+    made = tl.zeros([TILES, WORDS], dtype=tl.uint32)
+    for part in tl.static_range(32 // BITS // (2 if PAIRED else 1)):
+        at = tl.load(order + word * (32 // BITS) + part)
+        element = first + ((at >> 16) * columns + (at & 0xFFFF))[None, :]
+        if PAIRED:
+            value = tl.load(source + (element >> 1), mask=mask, other=0).to(tl.uint32)
+            value = (value & 0xF) | ((value & 0xF0) << 12)
+        elif BITS == 4:
+            value = tl.load(source + (element >> 1), mask=mask, other=0).to(tl.uint32)
+            value = (value >> ((element & 1) * 4).to(tl.uint32)) & 0xF
+        else:
+            value = tl.load(source + element, mask=mask, other=0).to(tl.uint32)
+            if MAPPED:
+                value = tl.load(bytes_of + value.to(tl.int32), mask=mask, other=0).to(tl.uint32)
+        made |= value << (part * BITS)
+    target = tl.load(row).to(tl.pointer_type(tl.int32))
+    place = start.to(tl.int64)[:, None] * WORDS + word[None, :]
+    tl.store(target + place, made.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def largest_bytes(tiles, rows, found, TILE: tl.constexpr):
+    """The largest byte below 0x7F, which is E4M3's NaN, behind which are negative numbers. A row: address, bytes, slot."""
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * 4
+    index = (pid - tl.load(row + 3).to(tl.int32)) * TILE + tl.arange(0, TILE)
+    mask = index < tl.load(row + 1).to(tl.int32)
+    value = tl.load(tl.load(row).to(tl.pointer_type(tl.uint8)) + index, mask=mask, other=0).to(tl.int32)
+    largest = tl.max(tl.where(value < 0x7F, value, 0), axis=0)
+    tl.atomic_max(found + tl.load(row + 2), largest, sem="relaxed")

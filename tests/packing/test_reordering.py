@@ -1,0 +1,165 @@
+"""Packed matrices put in order where they are: found out from Marlin's step, by torch and by Triton's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from rlrefit.integration.layout.codes import Letters, Nibbles, Tiling, find_codes, tiled
+from rlrefit.integration.layout.rearrangement import NotRearranged
+from rlrefit.integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
+from tests.marlin import gptq_marlin_repack, permute_scales
+from tests.triton_interpreter import run_interpreted
+
+CPU = torch.device("cpu")
+Tensors = Mapping[str, torch.Tensor]
+LETTERS = tuple(range(0x78, 0x7F))
+
+
+def marlin(codes: torch.Tensor) -> torch.Tensor:
+    n, half = codes.shape
+    words = codes.view(torch.int32).T.contiguous()
+    return gptq_marlin_repack(words, torch.empty(0), 2 * half, n, 4)
+
+
+def scales_of_marlin(scales: torch.Tensor) -> torch.Tensor:
+    """In order, with each byte made another one: for factor 1, as S0E5M3 has them."""
+    groups = permute_scales(scales.view(torch.uint8).numpy().T.copy())
+    words = groups.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(groups.shape)
+    return became(torch.from_numpy(words))
+
+
+def became(letters: torch.Tensor) -> torch.Tensor:
+    value = letters.view(torch.float8_e4m3fn).half() * 128
+    value[value < 2] = 0
+    return (value.view(torch.int16) << 1).view(torch.uint8).view(*letters.shape, 2)[..., 1].contiguous()
+
+
+def turned(codes: torch.Tensor) -> torch.Tensor:
+    """The two halves of a row in turns, as elements."""
+    elements = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+    n, k = elements.shape
+    mixed = elements.view(n, k // 8, 2, 4).transpose(-1, -2).reshape(n, k)
+    return mixed[:, 0::2] | (mixed[:, 1::2] << 4)
+
+
+def step(given: Tensors) -> dict[str, torch.Tensor]:
+    return {
+        "codes": marlin(given["codes"]),
+        "scales": scales_of_marlin(given["scales"]),
+        # An order in which no two elements of a byte stay together.
+        "stack": torch.stack([marlin(turned(one)) for one in given["stack"]]),
+    }
+
+
+def found(n: int, k: int) -> dict[str, tuple[tuple[int, ...], Tiling]]:
+    letters = torch.tensor(LETTERS, dtype=torch.uint8)
+    scales = Letters((n, k // 16), torch.float8_e4m3fn, LETTERS, tuple(became(letters).tolist()))
+    asked = {"codes": Nibbles((n, k)), "scales": scales, "stack": Nibbles((3, n, k))}
+    where = find_codes(step, asked, dict, CPU)
+    return {name: tiled(by, asked[name].bits) for name, by in where.items()}
+
+
+def noise(n: int, k: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"codes": (n, k // 2), "scales": (n, k // 16), "stack": (3, n, k // 2)}
+    return {
+        name: torch.randint(
+            0, 0x7F if name == "scales" else 256, shape, dtype=torch.uint8, generator=generator
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def compare(interpret: bool) -> None:
+    shapes = ((64, 16), (128, 48), (64, 208))
+    maps = torch.stack([torch.full((256,), 9, dtype=torch.uint8), became(torch.arange(256).to(torch.uint8))])
+    jobs, memory, expected = [], [], []
+    for seed, (n, k) in enumerate(shapes):
+        given = noise(n, k, seed)
+        expected.append(step({**given, "scales": given["scales"].view(torch.float8_e4m3fn)}))
+        memory.append(given)
+        for name, (firsts, tiling) in found(n, k).items():
+            parts = [given[name]] if name != "stack" else list(given[name])
+            bits, columns, slot = (8, k // 16, seed % 2) if name == "scales" else (4, k, None)
+            assert firsts == tuple(i * n * columns for i in range(len(parts)))
+            jobs += [Unordered(part, n, columns, bits, tiling, slot) for part in parts]
+    # So little that there are many groups, and single matrices that have more.
+    made = make_reordering(jobs, CPU, interpret, aside_bytes=10_000)
+    choices = torch.tensor([1, 1], dtype=torch.int32)
+    before = [{name: tensor.clone() for name, tensor in given.items()} for given in memory]
+    for _ in range(2):
+        made.launch(maps, choices)
+        for given, wanted, old in zip(memory, expected, before, strict=True):
+            for name, tensor in given.items():
+                got = tensor.reshape(-1).view(torch.uint8)
+                assert torch.equal(got, wanted[name].reshape(-1).view(torch.uint8)), name
+                tensor.copy_(old[name])
+    choices[1] = 0
+    made.launch(maps, choices)
+    assert bool((memory[1]["scales"] == 9).all())
+    assert not bool((memory[2]["scales"] == 9).all())
+    compare_largest(interpret)
+
+
+def compare_largest(interpret: bool) -> None:
+    first = torch.zeros(40_000, dtype=torch.uint8)
+    first[::3], first[39_999], first[7] = 5, 0x7E, 0xFF
+    second = torch.full((100,), 0x7F, dtype=torch.uint8)
+    third = torch.arange(0, 0x40, dtype=torch.uint8)
+    matrices = [(first, 0), (second, 1), (third, 2), (first[:60], 2), (first[:16], 3)]
+    out = torch.full((4,), 77, dtype=torch.int32)
+    for _ in range(2):
+        make_largest_bytes(matrices, CPU, interpret).find(out)
+        assert out.tolist() == [0x7E, 0, 0x3F, 5]
+
+
+def test_torch_makes_marlins_order_of_what_was_loaded() -> None:
+    compare(interpret=False)
+
+
+def test_the_kernels_make_marlins_order_of_what_was_loaded() -> None:
+    run_interpreted(compare, True)
+
+
+def test_marlins_tiles_are_found_out() -> None:
+    for n, k in ((64, 32), (192, 48)):
+        of = {name: tiling for name, (_, tiling) in found(n, k).items()}
+        assert (of["codes"].rows, of["codes"].columns) == (64, 16)
+        assert (of["scales"].rows, of["scales"].columns) == (64, 1)
+        assert (of["stack"].rows, of["stack"].columns) == (64, 16)
+        assert of["stack"] != of["codes"]
+
+
+def _doubled(codes: torch.Tensor) -> torch.Tensor:
+    made = marlin(codes).clone()
+    made[0, 0] = made[0, 1]
+    return made
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        _doubled,
+        lambda codes: marlin(codes) ^ 1,
+        lambda codes: marlin(codes)[:1],
+        lambda codes: marlin(codes).T,
+        lambda codes: marlin(codes.flip(0) if int(codes[0, 1]) & 2 else codes),
+    ],
+    ids=["doubled", "changed", "lost", "strided", "by value"],
+)
+def test_what_is_no_order_is_refused(spoiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(NotRearranged):
+        find_codes(lambda given: {"codes": spoiled(given["codes"])}, {"codes": Nibbles((64, 32))}, dict, CPU)
+
+
+def test_an_order_without_tiles_is_refused() -> None:
+    rows = torch.from_numpy(np.random.default_rng(0).permutation(64))
+    by = find_codes(lambda given: {"codes": given["codes"][rows]}, {"codes": Nibbles((64, 6))}, dict, CPU)[
+        "codes"
+    ]
+    with pytest.raises(NotRearranged):
+        tiled(by, 4)

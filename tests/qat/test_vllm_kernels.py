@@ -1,0 +1,60 @@
+"""Refits of packed weights into the layouts of vLLM's NVFP4 kernels, beside what vLLM itself loads, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ahead import FoundAhead
+from tests.spawn import run_alone
+from tests.vllm_processes import vllm_processes
+
+from .vllm_kernels import CASES, UNKNOWN, refit_all
+from .vllm_side import ENVIRONMENT
+
+Reports = dict[str, dict[str, Any]]
+
+
+def refit_packed_layers(folder: Path) -> Reports:
+    found: Reports = run_alone(refit_all, folder, environment=ENVIRONMENT, made_by=vllm_processes)
+    return found
+
+
+AHEAD = (refit_packed_layers,)
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: FoundAhead, case: str) -> None:
+    found = found_ahead.by(refit_packed_layers)[case]
+    assert found["untouched"]
+    assert found["packed on the misc path"] == {}
+    assert found["packed in bulk"]
+    assert found["differ"]
+    assert found["differing after 1"] == []
+    assert found["differing after 2"] == []
+    assert found["same places"]
+
+
+def test_layers_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahead: FoundAhead) -> None:
+    found = found_ahead.by(refit_packed_layers)[UNKNOWN]
+    reasons = found["packed on the misc path"]
+    assert {"mlp.experts.0.down_proj.weight", "self_attn.q_proj.weight"} <= {
+        name.removeprefix("model.layers.0.") for name in reasons
+    }
+    assert found["rewritten"] == set()
+    assert found["differing after 1"] == []
+    assert found["differing after 2"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_marlin_puts_in_order_is_told_to_sparse_refits(found_ahead: FoundAhead, case: str) -> None:
+    found = found_ahead.by(refit_packed_layers)[case]
+    marlin = CASES[case].kernel == "marlin"
+    assert found["kernels"] == (
+        ({"MarlinNvFp4LinearKernel"} if marlin else {"EmulationNvFp4LinearKernel"})
+        | ({CASES[case].kernel.upper()} if CASES[case].experts else set())
+    )
+    assert found["rewritten"] == ({"weight", "weight_scale"} if marlin else set())

@@ -1,0 +1,235 @@
+"""Packed layers as vLLM's kernels have them, of its emulation and of Marlin, refitted beside what vLLM itself loads.
+
+Marlin's own step runs on the CPU; its one function in CUDA is :mod:`tests.marlin`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlrefit.integration.quantize import nvfp4
+from rlrefit.integration.quantize.nvfp4_checkpoint import (
+    fused_module,
+    input_module,
+    packed_names,
+    packed_tensors,
+    quantization_config,
+)
+
+EXPERTS = 4
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of a kind, and the kernel that has its layers on one of some ranks.
+
+    ``changes``: its step also changes codes, as none does that was read.
+    """
+
+    kernel: str
+    experts: bool
+    activations: bool
+    rank: int = 0
+    ranks: int = 1
+    changes: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"{'moe' if self.experts else 'dense'}-{'w4a4' if self.activations else 'w4a16'}"
+
+
+CASES = {
+    "emulation": Case("emulation", False, True),
+    "Marlin": Case("marlin", False, True),
+    "Marlin, weights alone": Case("marlin", False, False, 1, 2),
+    "Marlin's experts": Case("marlin", True, True),
+    "Marlin's experts, weights alone": Case("marlin", True, False, 1, 2),
+}
+UNKNOWN = "a kernel that is not known"
+
+
+def write_packed(folder: Path, case: Case, seed: int) -> Path:
+    """A tiny Qwen3 or Qwen3-MoE in NVFP4, with random weights and scales of inputs."""
+    import transformers
+
+    config: Any = transformers.Qwen3Config(**_SIZES)
+    if case.experts:
+        config = transformers.Qwen3MoeConfig(
+            **_SIZES, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=128
+        )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    path = folder / f"{case.kind}-{seed}"
+    model.save_pretrained(path)
+    weights = read(path)
+    quantized = [name for name in weights if name.endswith("_proj.weight")]
+    amax: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for name in quantized:
+        amax[fused_module(name)].append(weights[name].abs().amax())
+    inputs = {name: torch.rand(()) * 1e-2 + 1e-3 for name in sorted(set(map(input_module, quantized)))}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name not in quantized:
+            tensors[name] = weight
+            continue
+        scale = nvfp4.global_scale(*amax[fused_module(name)])
+        tensors |= packed_tensors(
+            name, weight, scale, inputs[input_module(name)] if case.activations else None
+        )
+    # Block scales that do not use E4M3's range, of which Marlin makes others.
+    for name in quantized:
+        if "layers.1" in name and "down_proj" in name:
+            scales = packed_names(name).weight_scale
+            tensors[scales] = (tensors[scales].float() / 2 ** (seed + 3)).to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((path / "config.json").read_text())
+    kept = [name for name in weights if name not in quantized]
+    of_it = quantization_config(quantized, kept, "tests", activations=case.activations)
+    told["quantization_config"] = of_it.quantization_config
+    (path / "config.json").write_text(json.dumps(told))
+    return path
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def refit_all(folder: Path) -> dict[str, Report]:
+    """Of each case, what :func:`_refitted` found."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+    paths = {
+        case.kind: [write_packed(folder, case, seed) for seed in (0, 1)]
+        for case in {case.kind: case for case in CASES.values()}.values()
+    }
+    cases = {**CASES, UNKNOWN: Case("marlin", True, True, changes=True)}
+    return {name: _refitted(case, *paths[case.kind]) for name, case in cases.items()}
+
+
+def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
+    """Load A, refit to B and back, each time from poisoned memory."""
+    with _kernels(case):
+        live, config = _loaded(case, path_a)
+        oracles = [_loaded(case, path_b)[0], _loaded(case, path_a)[0]]
+        return _refits(live, config, oracles, [read(path_b), read(path_a)])
+
+
+def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str, torch.Tensor]]) -> Report:
+    from vllm_ranks import _differing, _state
+
+    from rlrefit.integration.weights.manifest import TensorSpec
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in versions[0].items()]
+    destination = VllmDestination(live, config, torch.device("cpu"))
+    before, places = _state(live), {name: p.data_ptr() for name, p in live.named_parameters()}
+    fragments, misc = destination.fragments(specs)
+    untouched = all(torch.equal(held, before[name]) for name, held in _state(live).items())
+    packed = {name for name in versions[0] if name.endswith(("_proj.weight", "scale", "scale_2"))}
+    found: Report = {
+        "kernels": _kernels_of(live),
+        "untouched": untouched,
+        "packed in bulk": packed
+        <= {fragment.name for fragment in fragments} | _elsewhere(destination, packed),
+        "packed on the misc path": {name: reason for name, reason in misc.items() if name in packed},
+        "rewritten": {packed_kind(name) for name in destination.rewritten(specs)},
+    }
+    # The second time all weights come whole, as from trainers that hold none in a shape of its own.
+    for version, (tensors, oracle) in enumerate(zip(versions, oracles, strict=True), start=1):
+        for parameter in live.parameters():
+            parameter.data.view(-1).view(torch.uint8).fill_(0x7F)
+        for fragment in fragments if version == 1 else ():
+            fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
+        destination.load_weights((n, tensors[n]) for n in (misc if version == 1 else tensors))
+        destination.finish(version)
+        found[f"differing after {version}"] = _differing(live, oracle)
+    again, _ = destination.fragments(specs)
+    found["same places"] = places == {name: p.data_ptr() for name, p in live.named_parameters()} and [
+        fragment.view.data_ptr() for fragment in again
+    ] == [fragment.view.data_ptr() for fragment in fragments]
+    found["differ"] = len(_differing(oracles[0], oracles[1]))
+    return found
+
+
+def packed_kind(name: str) -> str:
+    """The last part of a packed tensor's name."""
+    return name.rpartition(".")[2]
+
+
+def _elsewhere(destination: Any, names: set[str]) -> set[str]:
+    """Those that this rank does not load: remote experts, and scales of inputs that are not used."""
+    landings = destination._agreed().landings
+    return {name for name in names if not landings.get(name)}
+
+
+def _kernels_of(model: torch.nn.Module) -> set[str]:
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__.startswith("ModelOptNvFp4"):
+            kernel = getattr(method, "kernel", None)
+            found.add(method.nvfp4_backend.name if kernel is None else type(kernel).__name__)
+    return found
+
+
+def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+    from vllm_ranks import Case as VllmCase
+    from vllm_ranks import Layout, _config
+
+    from tests.catalog.real_vllm import _stand_in_for_groups
+
+    here, one = (case.rank, case.ranks), (0, 1)
+    _stand_in_for_groups({"groups": {"tp": here, "pp": one, "dp": one, "ep": one, "pcp": one}})
+    config = _config(str(path), VllmCase(str(path), str(path), Layout()))
+    config.parallel_config.tensor_parallel_size = case.ranks
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
+
+
+@contextmanager
+def _kernels(case: Case) -> Iterator[None]:
+    """vLLM takes the case's kernel, whose own step runs on this CPU."""
+    import os
+
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, backend_to_kernel_cls
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    from tests.marlin import gptq_marlin_repack
+
+    os.environ["VLLM_NVFP4_GEMM_BACKEND"] = case.kernel
+    MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
+    backend = NvFp4MoeBackend[case.kernel.upper()]
+    modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
+    _custom_ops.gptq_marlin_repack = (
+        (lambda **given: gptq_marlin_repack(**given) ^ 1) if case.changes else gptq_marlin_repack
+    )
+    marlin_utils_fp4.marlin_make_workspace_new = lambda *_: torch.zeros(4, dtype=torch.int)
+    yield
