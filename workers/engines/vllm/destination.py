@@ -36,7 +36,8 @@ from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, module_layout
-from .nvfp4 import Making, PackedForm, PackedLayers
+from .nvfp4 import PackedLayers
+from .nvfp4_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
 

@@ -22,7 +22,7 @@ from .compat import kind_of
 from .fp8 import block_fp8
 
 if TYPE_CHECKING:
-    from .nvfp4 import PackedForm
+    from .nvfp4_making import PackedForm
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.

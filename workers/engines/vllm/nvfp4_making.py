@@ -1,0 +1,322 @@
+"""What vLLM makes of packed NVFP4 layers after loading, made anew by a refit for all layers together, where vLLM has it.
+
+Which layers these are, and how it is known that the same is made, :mod:`.nvfp4` says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import lru_cache, partial
+from math import log2, prod
+
+import torch
+
+from ....integration.layout.codes import Tiling
+from ....integration.layout.rearrangement import NotRearranged
+from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
+
+# E4M3's, behind which are negative numbers.
+_NAN = 0x7F
+_BY_MARLIN = "the engine puts it in Marlin's order once it has landed, so what a sparse refit builds on is not there any more"
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Formula(Enum):
+    """How a global scale of a kernel is made, of the largest weight's and input's scale of some that were loaded."""
+
+    WEIGHT = auto()
+    MARLIN = auto()
+    INPUT = auto()
+    INVERSE_INPUT = auto()
+    PRODUCT = auto()
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A live parameter of global scales.
+
+    Attributes:
+        parameter: its name.
+        formula: of each element.
+        weights: for each element the weights' scales of which it has the largest: the loaded parameter, and places in it.
+        inputs: the same of inputs' scales.
+        scales: the block scales whose factor is taken off.
+    """
+
+    parameter: str
+    formula: Formula
+    weights: tuple[str, tuple[tuple[int, ...], ...]] = ("", ())
+    inputs: tuple[str, tuple[tuple[int, ...], ...]] = ("", ())
+    scales: str = ""
+
+    @property
+    def elements(self) -> int:
+        return max(len(self.weights[1]), len(self.inputs[1]))
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which a packed parameter lies.
+
+    Attributes:
+        bits: of an element.
+        tiling: of each of its matrices, one behind the other.
+    """
+
+    bits: int
+    tiling: Tiling
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """How layers of one kind are made of what is loaded.
+
+    Attributes:
+        loaded: shape and dtype of all parameters as they are loaded.
+        staged: those of them that land beside the model.
+        orders: those that are put in order in the live memory.
+        derived: what is made of :attr:`staged`.
+        dtype: in which the layer computes.
+        held: shape, strides and dtype of the parameters that vLLM makes.
+    """
+
+    loaded: Shapes
+    staged: tuple[str, ...]
+    orders: Mapping[str, Order]
+    derived: tuple[Derived, ...]
+    dtype: torch.dtype
+    held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+    def lands_elsewhere(self, parameter: str) -> bool:
+        """Whether a parameter is not loaded into a live one as that is."""
+        return parameter in self.staged or parameter in self.orders
+
+
+class Making:
+    """What refits make of packed layers once all has landed; prepared for parameters that stay where they are.
+
+    Args:
+        modules: by name, the live parameters of each, and its form.
+        device: of them.
+    """
+
+    def __init__(self, modules: Mapping[str, tuple[Tensors, PackedForm]], device: torch.device) -> None:
+        self._device = device
+        self._modules = dict(modules)
+        self._slots: dict[tuple[str, str], int] = {}
+        self._staged: dict[tuple[str, str], slice] = {}
+        count = 0
+        for module, (_, form) in modules.items():
+            for name in form.staged:
+                begin, count = count, count + prod(form.loaded[name][0])
+                self._staged[module, name] = slice(begin, count)
+        self._flat = torch.zeros(count, dtype=torch.float32, device=device)
+        self._orders = self._ordered()
+        self._scales = self._derived()
+
+    def landing(self, module: str, parameter: str) -> torch.Tensor | None:
+        """Where a parameter of a module lands, as it is loaded; None if in the live parameter as that is."""
+        if module not in self._modules:
+            return None
+        held, form = self._modules[module]
+        if (module, parameter) in self._staged:
+            return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
+        if parameter not in form.orders:
+            return None
+        shape, dtype = form.loaded[parameter]
+        return _flat_bytes(held[parameter]).view(dtype).view(shape)
+
+    def rewrites(self, module: str, parameter: str) -> str:
+        """Why what has landed of a parameter does not stay as it is; empty if it does."""
+        return _BY_MARLIN if module in self._modules and parameter in self._modules[module][1].orders else ""
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Once per refit, after all has landed; on a GPU, enqueued on the current stream."""
+        if self._orders is not None:
+            self._orders.put()
+        for make in self._scales:
+            make()
+        torch._foreach_copy_(self._targets, self._sources)
+
+    def _ordered(self) -> _Orders | None:
+        """Prepare what puts all matrices in order; notes the slot of each module's block scales."""
+        jobs: list[Unordered] = []
+        scales: list[tuple[torch.Tensor, int]] = []
+        dtypes = {form.dtype for _, form in self._modules.values() if form.orders}
+        if len(dtypes) > 1:
+            raise ValueError(f"layers compute in {dtypes}")
+        for module, (held, form) in self._modules.items():
+            for name, order in form.orders.items():
+                memory = _flat_bytes(held[name])
+                slot = None
+                if order.bits == 8:
+                    slot = self._slots[module, name] = len(self._slots)
+                    scales.append((memory, slot))
+                *_, rows, width = form.loaded[name][0]
+                jobs += [
+                    Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
+                    for matrix in memory.split(rows * width)
+                ]
+        return _Orders(jobs, scales, len(self._slots), dtypes.pop(), self._device) if jobs else None
+
+    def _derived(self) -> list[Callable[[], None]]:
+        """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
+        by_formula: dict[tuple[Formula, torch.dtype], list[tuple[str, Derived]]] = defaultdict(list)
+        for module, (_, form) in self._modules.items():
+            for one in form.derived:
+                by_formula[one.formula, form.dtype].append((module, one))
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        makers: list[Callable[[], None]] = []
+        for (formula, dtype), found in by_formula.items():
+            row = torch.empty(sum(one.elements for _, one in found), dtype=torch.float32, device=self._device)
+            sizes = [one.elements for _, one in found]
+            for (module, one), part in zip(found, row.split(sizes), strict=True):
+                target = self._modules[module][0][one.parameter]
+                if target.numel() != one.elements:
+                    raise ValueError(f"{one.parameter} has {target.numel()} elements")
+                self._targets.append(target)
+                self._sources.append(part.view(target.shape))
+            weights = self._groups((module, one.weights) for module, one in found)
+            inputs = self._groups((module, one.inputs) for module, one in found)
+            slots = torch.tensor(
+                [
+                    self._slots[module, one.scales]
+                    for module, one in found
+                    if one.scales
+                    for _ in range(one.elements)
+                ],
+                dtype=torch.int64,
+                device=self._device,
+            )
+            makers.append(partial(self._write, formula, dtype, row, weights, inputs, slots))
+        return makers
+
+    def _groups(self, found: Iterator[tuple[str, tuple[str, tuple[tuple[int, ...], ...]]]]) -> torch.Tensor:
+        """Places in what has landed beside the model, ``[elements, most]``; the last one of a group again where it has fewer."""
+        rows = [
+            [self._staged[module, name].start + place for place in places]
+            for module, (name, groups) in found
+            for places in groups
+        ]
+        most = max(map(len, rows), default=0)
+        return torch.tensor(
+            [row + row[-1:] * (most - len(row)) for row in rows], dtype=torch.int64, device=self._device
+        )
+
+    def _write(
+        self,
+        formula: Formula,
+        dtype: torch.dtype,
+        row: torch.Tensor,
+        weights: torch.Tensor,
+        inputs: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """The operations of vLLM's ``process_weights_after_loading`` in their order, on all layers' scales."""
+        if formula is Formula.WEIGHT:
+            made = self._largest(weights)
+        elif formula is Formula.MARLIN:
+            assert self._orders is not None
+            made = self._orders.global_scales(self._largest(weights), slots, dtype)
+        elif formula is Formula.INPUT:
+            made = self._largest(inputs)
+        elif formula is Formula.INVERSE_INPUT:
+            made = 1.0 / self._largest(inputs)
+        else:
+            made = self._largest(inputs) * self._largest(weights)
+        row.copy_(made)
+
+    def _largest(self, groups: torch.Tensor) -> torch.Tensor:
+        return self._flat[groups].amax(dim=1)
+
+
+@dataclass(frozen=True)
+class MarlinsMaps:
+    """What Marlin makes of block scales.
+
+    Attributes:
+        maps: uint8 ``[powers, 256]``: of each byte, for each power of two by which scales are multiplied.
+        powers: int32 ``[256]``: the power for each byte that is the largest of a layer; 0 for no positive one.
+        factors: FP32 ``[powers]``: 2 to the power.
+    """
+
+    maps: torch.Tensor
+    powers: torch.Tensor
+    factors: torch.Tensor
+
+
+@lru_cache(maxsize=8)
+def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
+    """By vLLM's own functions, of layers that compute in ``dtype``.
+
+    Raises:
+        NotRearranged: they are others than those that were read.
+    """
+    try:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            _nvfp4_compute_scale_factor,
+            nvfp4_marlin_process_scales,
+        )
+
+        numbers = torch.arange(_NAN, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+        factors = [_nvfp4_compute_scale_factor(number.reshape(1, 1).half(), dtype) for number in numbers]
+        powers = [int(log2(factor)) for factor in factors]
+        # Apart, or vLLM would warn of scales that are no numbers.
+        nan = (torch.full((1,), torch.nan, dtype=dtype, device=device).half() * 2**7).view(torch.int16)
+        nan = (nan << 1).view(torch.uint8)[1]
+        maps = torch.zeros(max(powers) + 1, 256, dtype=torch.uint8, device=device)
+        for power, row in enumerate(maps):
+            made, _ = nvfp4_marlin_process_scales(numbers[:, None].repeat(1, 4), 2.0**power, dtype)
+            row[:_NAN] = made.view(torch.uint8)[:, 0]
+            row[[_NAN, 0xFF]] = nan
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise NotRearranged(
+            f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}"
+        ) from error
+    known = torch.zeros(256, dtype=torch.int32, device=device)
+    known[:_NAN] = torch.tensor(powers, dtype=torch.int32, device=device)
+    factors = torch.tensor([2.0**power for power in range(len(maps))], dtype=torch.float32, device=device)
+    return MarlinsMaps(maps, known, factors)
+
+
+class _Orders:
+    """Puts codes and block scales in Marlin's order."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Unordered],
+        scales: Sequence[tuple[torch.Tensor, int]],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._maps = marlins_maps(dtype, device)
+        self._reordering = make_reordering(jobs, device)
+        self._finder = make_largest_bytes(scales, device)
+        self._found = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._choices = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def put(self) -> None:
+        self._finder.find(self._found)
+        torch.index_select(self._maps.powers, 0, self._found, out=self._choices)
+        self._reordering.launch(self._maps.maps, self._choices)
+
+    def global_scales(self, largest: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            nvfp4_marlin_process_global_scale,
+        )
+
+        made: torch.Tensor = nvfp4_marlin_process_global_scale(largest, dtype)
+        return made / self._maps.factors[self._choices[slots]]
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
