@@ -44,7 +44,7 @@ def trainer_main(device: int, commands: Any, answers: Any) -> None:
                     answers.put("built")
                 else:
                     worker.change()
-                    answers.put(worker.refit(command[1]).to_json())
+                    answers.put(worker.refit(command[1]))
             except RuntimeError as error:
                 answers.put(str(error))
         if worker is not None:
