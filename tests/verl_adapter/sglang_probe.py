@@ -11,8 +11,6 @@ import torch
 from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit, also_serve
 from rlrefit.workers.engines.vllm.extension import _digest_of
 
-PROBE = "tests.verl_adapter.sglang_probe.load"
-
 
 def load(model: Any, named_tensors: Any) -> None:
     """Called by SGLang in each worker; it loads nothing."""

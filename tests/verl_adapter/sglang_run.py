@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from examples.verl.on_cpus import CPU
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.engines.sglang.callers import EngineCalls
 from rlrefit.workers.engines.sglang.loader import LOADER
-from tests.verl_adapter.sglang_probe import PROBE
 
+# Not imported here, since that takes SGLang.
+PROBE = "tests.verl_adapter.sglang_probe.load"
 ROOT = Path(__file__).resolve().parents[2]
 # Of fsdp_actor's, the third differs little from the second. Two are as of a replica on the actors' GPUs.
-UPDATED, SPARSE, FAILED, IN_TURN, KILLED = (1, 2, 3, 7, 8, 9), 3, 6, (8, 9), 10
+UPDATED, SPARSE, REFUSED, FAILED, IN_TURN, KILLED = (1, 2, 3, 7, 8, 9), 3, 0, 6, (8, 9), 10
+LACKS = "SGLang 0.0.0 lacks what rlrefit's refits rely on"
 # Of verl's server, which asks for a GPU's attention, memory saver and graphs by itself.
 _ENGINE = {
     "custom_weight_loader": [LOADER, PROBE],
@@ -86,6 +89,17 @@ def on_cpus(worker: Any) -> None:
     server_args.get_device = lambda: "cpu"
 
 
+def as_of_a_release(text: str) -> Callable[[Any], None]:
+    """Called by Ray with a rollout worker: what rlrefit finds that its SGLang lacks."""
+
+    def found(worker: Any) -> None:
+        from rlrefit.workers.frameworks.verl import sglang_server
+
+        sglang_server.differences = lambda: text
+
+    return found
+
+
 def calls_of(fleet: Any, replica: int) -> EngineCalls:
     """To the SGLang workers of a replica, which know the probe's commands then."""
     from rlrefit.workers.frameworks.verl.sglang_server import VerlServerCaller, _address
@@ -98,8 +112,8 @@ def calls_of(fleet: Any, replica: int) -> EngineCalls:
 
 
 def run(folder: Path) -> Seen:
-    """Eight updates: two into spoiled parameters, one of what changed alone, one that fails, the next, two in turns, and one in
-    which a worker is killed."""
+    """Nine updates: one that is refused, two into spoiled parameters, one of what changed alone, one that fails, the next, two
+    in turns, and one in which a worker is killed."""
     # Before verl's own loading, under which SGLang on a CPU asks for kernels that this host lacks.
     import verl.workers.rollout.sglang_rollout.async_sglang_server  # noqa: F401
     from verl.workers.rollout.replica import RolloutMode
@@ -115,7 +129,7 @@ def run(folder: Path) -> Seen:
         for worker in fleet.replicas[0].workers:
             ray.get(worker.__ray_call__.remote(on_cpus), timeout=120)
         for version in UPDATED:
-            path = str(_written(folder, checkpoint, version))
+            path = str(written(folder, checkpoint, version))
             calls.step("update_weights_from_disk", model_path=path, load_format="auto")
             seen.loaded[version] = calls.ask("probe_digests")
         manager = fleet.manager(0)
@@ -140,6 +154,10 @@ def run(folder: Path) -> Seen:
             except Exception as error:
                 seen.errors[version] = str(error), time.monotonic() - start
 
+        first = fleet.replicas[0].workers[0].__ray_call__
+        ray.get(first.remote(as_of_a_release(LACKS)), timeout=120)
+        fail(REFUSED)
+        ray.get(first.remote(as_of_a_release("")), timeout=120)
         for version in (1, 2, 3):
             update(version)
         calls.ask("probe_cast", "float32")
@@ -166,7 +184,7 @@ def run(folder: Path) -> Seen:
     return seen
 
 
-def _written(folder: Path, checkpoint: Path, version: int) -> Path:
+def written(folder: Path, checkpoint: Path, version: int) -> Path:
     """The checkpoint with the weights of a version."""
     from tests.verl_adapter.fsdp_actor import weight
 

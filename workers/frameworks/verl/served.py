@@ -7,9 +7,10 @@ from typing import Any, Never
 
 from ....integration.config import RefitConfig
 from ....integration.control import Rendezvous
+from ....integration.control.channel import Channel
+from ....integration.control.world import RefitWorld
 from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
-from ....integration.session import RefitSession
 from ...engines.sglang.loader import LOADER
 from ...engines.vllm.drafters import STAYS, has_weights
 from .options import EXTENSION, QUANTIZES
@@ -137,23 +138,23 @@ def _quantized(quant_config: Any, by_trainer: bool) -> list[str]:
 
 
 def refuse(order: Order, wrong: list[str]) -> Never:
-    """Join the epoch of an order only to tell all other ranks why this one can't take part.
+    """Join the epoch of an order only to tell all other ranks why this one can't take part; other workers may never join.
 
     Raises:
         RefitError: with all reasons.
     """
-
-    def no_destination() -> Never:
-        raise RefitError(
-            "this engine of verl's can't be refitted shard to shard:\n  "
-            + "\n  ".join(wrong)
-            + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
-            "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors hands full tensors to verl's own loading",
-            stage="settings",
-            rank=order.rank,
-        )
-
+    error = RefitError(
+        "this engine of verl's can't be refitted shard to shard:\n  "
+        + "\n  ".join(wrong)
+        + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
+        "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors hands full tensors to verl's own loading",
+        stage="settings",
+        rank=order.rank,
+    )
     assert order.meeting is not None, "an epoch that is open was joined"
-    config = RefitConfig(**order.config)
-    RefitSession.open(Rendezvous.from_json(order.meeting), order.rank, no_destination, config)
-    raise AssertionError("no_destination raises")
+    rendezvous = Rendezvous.from_json(order.meeting)
+    world = RefitWorld(order.rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+    channel = Channel(rendezvous, world, RefitConfig(**order.config).timeout_s)
+    channel.give_up(error)
+    channel.close()
+    raise error
