@@ -37,7 +37,7 @@ SGLANG_TESTS := -k "not vllm and not transformers and not trtllm" tests/engines/
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
 test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
 	@requirements/setup.sh --sglang .venv-sglang
-	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang tests/bench/test_live_sglang.py)
+	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang tests/bench/test_live_sglang.py tests/verl_adapter/test_sglang_rollouts.py)
 	@requirements/setup.sh --sglang 0.5.23
 	.venv-sglang-0.5.23/bin/python -m pytest $(or $(ARGS),$(SGLANG_TESTS))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rlrefit.workers.frameworks.nemo_rl.contract import (
 )
 from rlrefit.workers.frameworks.nemo_rl.engine_calls import EngineCalls
 from rlrefit.workers.frameworks.nemo_rl.full_tensors import FullTensorEngine
+from rlrefit.workers.frameworks.nemo_rl.install import around
 from rlrefit.workers.frameworks.nemo_rl.settings import WORKER_CLS, NemoRlRefit
 from rlrefit.workers.frameworks.nemo_rl.synchronizer import ShardSynchronizer
 from tests.nemo_rl_adapter import recorded
@@ -140,6 +142,15 @@ def test_all_that_is_wrong_with_a_configuration_is_told_at_once(
         NemoRlRefit.of(configured(**changes))
     for part in told:
         assert part in str(error.value)
+
+
+def test_what_is_wrong_is_told_before_nemo_rl_sets_anything_up() -> None:
+    def setup(config: Any) -> tuple[Any, ...]:
+        raise AssertionError("called")
+
+    for generation in (configured(**MANY_FAULTS), configured(refit_transport="rlrefit", backend="sglang")):
+        with pytest.raises(RefitError, match=r"policy\.generation\.backend"):
+            around(setup)(SimpleNamespace(policy={"generation": generation}))
 
 
 def test_the_settings_are_read_from_nemo_rls_own_section() -> None:

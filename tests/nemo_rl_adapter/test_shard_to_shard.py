@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import ray
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.workers.frameworks.nemo_rl.calls import within
-from rlrefit.workers.frameworks.nemo_rl.install import install
+from rlrefit.workers.frameworks.nemo_rl.install import around
 from rlrefit.workers.frameworks.nemo_rl.settings import WORKER_CLS, NemoRlRefit
 from rlrefit.workers.frameworks.nemo_rl.synchronizer import TIMER, ShardSynchronizer
 from tests.nemo_rl_adapter.recorded import WeightSynchronizer
@@ -118,8 +119,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         "backend": "vllm",
         "colocated": {"enabled": False},
         "vllm_cfg": {"async_engine": False},
-        "vllm_kwargs": {"worker_cls": WORKER_CLS},
-        "refit_transport": None,
+        "refit_transport": "rlrefit",
         "refit_cfg": {"rlrefit": settings},
     }
     noted: list[str] = []
@@ -138,7 +138,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
     run: Run, as_recorded: None
 ) -> None:
-    install(run.policy, run.generation)
+    def setup(config: Any) -> tuple[Any, ...]:
+        assert config.policy["generation"]["refit_transport"] is None
+        assert config.policy["generation"]["vllm_kwargs"] == {"worker_cls": WORKER_CLS}
+        return run.policy, run.generation, "all else"
+
+    config = SimpleNamespace(policy={"generation": run.generation.cfg})
+    assert around(setup)(config) == (run.policy, run.generation, "all else")
     synchronizer = run.generation.weight_synchronizer
     assert isinstance(synchronizer, WeightSynchronizer)
     assert synchronizer.is_stale

@@ -153,11 +153,12 @@ def shard_fleet(
     python: str = sys.executable,
     actor_class: type = Actor,
 ) -> Iterator[ShardFleet]:
-    """Actors, and replicas of one vLLM worker each, on a cluster of their own, whose workers ``python`` runs; a GPU of
-    Ray's each."""
+    """Actors, and replicas of one worker each unless ``overrides`` say more, on a cluster of their own, whose workers
+    ``python`` runs; a GPU of Ray's each."""
     training = actor_class.TRAINING  # type: ignore[attr-defined]
     config = _config(folder, checkpoint, (*training, *overrides)).actor_rollout_ref
-    gpus = actors + replicas
+    workers = config.rollout.tensor_model_parallel_size
+    gpus = actors + replicas * workers
     with patient_ray():
         ray.init(
             num_cpus=2 * gpus,
@@ -177,11 +178,11 @@ def shard_fleet(
         )
         group = fused.spawn(prefix_set=["actor"])["actor"]
         made = [
-            get_rollout_replica_class("vllm")(
+            get_rollout_replica_class(config.rollout.name)(
                 replica_rank=rank,
                 config=omega_conf_to_dataclass(config.rollout),
                 model_config=omega_conf_to_dataclass(config.model, dataclass_type=HFModelConfig),
-                gpus_per_node=1,
+                gpus_per_node=workers,
             )
             for rank in range(replicas)
         ]

@@ -24,9 +24,11 @@ from verl.workers.rollout.replica import RolloutMode
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.frameworks.verl.contract import (
     UnsupportedVerl,
     require_supported,
+    require_supported_server,
     require_supported_trainer,
     rollout_violations,
     violations,
@@ -69,6 +71,20 @@ def test_a_verl_that_calls_in_another_way_is_refused_with_all_differences() -> N
     assert "update_weights_from_ipc takes (self, handle)" in found[0]
     assert "vLLMColocateWorkerExtension has no _get_zmq_handle" in found
     assert "BucketedWeightReceiver has no receive_weights" in found
+
+    class Server:
+        async def launch_server(self) -> None:
+            """As a later verl might keep SGLang elsewhere."""
+
+    with pytest.raises(UnsupportedVerl) as error:
+        require_supported_server(Server, Server)
+    for part in (
+        "SGLangHttpServer.launch_server sets no tokenizer_manager",
+        "SGLangHttpServer has no get_server_address",
+        "ServerAdapter has no update_weights",
+        "ServerAdapter._init_server_adapter sets no _engine, server_actor",
+    ):
+        assert part in str(error.value)
 
     class Trainer:
         def __init__(self, settings: Any) -> None:
@@ -278,7 +294,7 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     asked = {
         "actor": {"strategy": "veomni"},
         "rollout": {
-            "name": "sglang",
+            "name": "vllm",
             "dtype": "bfloat16",
             "quantization": "fp8",
             "qat": {"enable": True},
@@ -293,7 +309,7 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
             RefitConfig(),
         )
     for part in (
-        *("veomni", "quantization-aware", "sglang", "lora.merge", EXTENSION),
+        *("veomni", "quantization-aware", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
         *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),
     ):
@@ -321,8 +337,15 @@ def test_a_megatron_engine_is_asked_which_of_its_kinds_it_is() -> None:
 QUANTIZES = RefitConfig(trainer_quantize_fp8=True)
 
 
+EXTENDED = {"worker_extension_cls": EXTENSION}
+
+
 def speculating(config: Any) -> dict[str, Any]:
-    return {"engine_kwargs": {"vllm": {"speculative_config": config}}}
+    return {"engine_kwargs": {"vllm": {**EXTENDED, "speculative_config": config}}}
+
+
+def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
+    return {"name": "sglang", "engine_kwargs": {"sglang": {"custom_weight_loader": [loader], **more}}}
 
 
 @pytest.mark.parametrize(
@@ -337,13 +360,36 @@ def speculating(config: Any) -> dict[str, Any]:
         ({"quantization": None}, QUANTIZES, None),  # the checkpoint's own may be FP8
         ({"quantization": "torchao"}, QUANTIZES, "rollout.quantization is torchao"),
         ({"quantization": "ascend"}, RefitConfig(), "rollout.quantization is ascend"),
-        ({"engine_kwargs": {"vllm": {"quantization": "fp8"}}}, QUANTIZES, "vllm.quantization is fp8"),
+        (
+            {"engine_kwargs": {"vllm": {**EXTENDED, "quantization": "fp8"}}},
+            QUANTIZES,
+            "vllm.quantization is fp8",
+        ),
+        ({"name": "trtllm"}, RefitConfig(), "rollout.name is trtllm; vllm and sglang have"),
+        (of_sglang(), RefitConfig(), None),
+        (of_sglang() | {"quantization": "fp8"}, QUANTIZES, None),
+        (of_sglang("another"), RefitConfig(), f"custom_weight_loader=[{LOADER}]"),
+        (of_sglang(speculative_algorithm="NGRAM"), RefitConfig(), None),
+        (of_sglang(speculative_algorithm="EAGLE"), RefitConfig(), "speculative_algorithm is EAGLE"),
+        (of_sglang(quantization="w8a8_int8"), RefitConfig(), "sglang.quantization is w8a8_int8"),
+        (of_sglang() | {"data_parallel_size": 2}, RefitConfig(), "rollout.data_parallel_size is 2"),
+        (
+            of_sglang() | {"pipeline_model_parallel_size": 2},
+            RefitConfig(),
+            "pipeline_model_parallel_size is 2",
+        ),
+        (
+            of_sglang() | {"disaggregation": {"enabled": True}},
+            RefitConfig(),
+            "disaggregation.enabled is true",
+        ),
     ],
 )
 def test_a_rollout_with_a_drafter_of_weights_or_another_format_is_refused(
     rollout: dict[str, Any], config: RefitConfig, told: str | None
 ) -> None:
-    found = asked_violations(OmegaConf.create(rollout), config)
+    of_vllm = {"name": "vllm", "engine_kwargs": {"vllm": EXTENDED}}
+    found = asked_violations(OmegaConf.create(of_vllm | rollout), config)
     assert len(found) == (told is not None)
     assert (told or "") in "".join(found)
 

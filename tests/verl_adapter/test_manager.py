@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.workers.frameworks.verl import manager as manager_module
 from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
 
@@ -41,7 +39,7 @@ class Workers:
         handle = SimpleNamespace(**{m: SimpleNamespace(remote=partial(self._server, m)) for m in asked})
         self.replica = SimpleNamespace(
             rollout_mode=RolloutMode.HYBRID,
-            config=SimpleNamespace(free_cache_engine=True, data_parallel_size=1),
+            config=SimpleNamespace(name="vllm", free_cache_engine=True, data_parallel_size=1),
             world_size=1,
             replica_rank=4,
             servers=[handle],
@@ -72,20 +70,13 @@ class Workers:
         return refs
 
 
-def _wait(refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-    assert num_returns == len(refs)
-    over = wait(refs, timeout).done
-    return [ref for ref in refs if ref in over], [ref for ref in refs if ref not in over]
-
-
 @pytest.fixture
 def workers() -> Workers:
     return Workers()
 
 
 @pytest.fixture
-def manager(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> RefitCheckpointManager:
-    monkeypatch.setattr(manager_module, "ray", SimpleNamespace(wait=_wait, get=Future.result))
+def manager(workers: Workers) -> RefitCheckpointManager:
     config = CheckpointEngineConfig(
         backend="nccl_xfer_shards", engine_kwargs={"nccl_xfer_shards": {"timeout_s": 60.0}}
     )

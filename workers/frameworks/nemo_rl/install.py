@@ -1,20 +1,52 @@
 """Puts :class:`.synchronizer.ShardSynchronizer` where NeMo-RL's trainers look for one.
 
-Between NeMo-RL's ``setup`` and its training loop, in the driver::
+Around NeMo-RL's ``setup`` of GRPO, in the driver, and then ``policy.generation.refit_transport=rlrefit`` is all that its YAML needs::
 
-    from rlrefit.workers.frameworks.nemo_rl.install import install
+    from rlrefit.workers.frameworks.nemo_rl.install import around
+
+    policy, policy_generation, *rest = around(setup)(config, tokenizer, dataset, val_dataset)
+
+Or between any ``setup`` and its training loop, with vLLM's ``worker_cls`` in the YAML::
 
     install(policy, policy_generation)
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from .contract import SHARD_TO_SHARD, SYNCHRONIZER, require_supported
-from .settings import NemoRlRefit
+from .settings import SELECTOR, WORKER_CLS, NemoRlRefit
 from .synchronizer import ShardSynchronizer
+
+
+def around(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """NeMo-RL's ``setup`` of GRPO, with rlrefit in the place that the configuration gives to a refit transport.
+
+    ``policy.generation.refit_transport: rlrefit`` is made into NeMo-RL's own keys: no transport of NeMo-RL's, and vLLM's worker of
+    rlrefit's. Then :func:`install` is called with what ``setup`` returns first, ``policy`` and ``policy_generation``.
+
+    Raises (when called):
+        RefitError: the configuration is wrong; before ``setup``, with all that is wrong with it.
+        UnsupportedNemoRl, RefitError: as :func:`install`.
+    """
+
+    @functools.wraps(setup)
+    def with_refit(config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        generation = config.policy["generation"]
+        if generation.get("refit_transport") == SELECTOR:
+            generation["refit_transport"] = None
+            generation["vllm_kwargs"] = {"worker_cls": WORKER_CLS} | (generation.get("vllm_kwargs") or {})
+        NemoRlRefit.of(generation)
+        made = setup(config, *args, **kwargs)
+        policy, policy_generation, *_ = made
+        install(policy, policy_generation)
+        return made
+
+    return with_refit
 
 
 def install(policy: Any, policy_generation: Any) -> ShardSynchronizer:

@@ -10,6 +10,8 @@ from ....integration.config import RefitConfig, read_settings, records_no_steps
 from ....integration.errors import RefitError
 
 KEY = "rlrefit"
+# Of policy.generation.refit_transport, in the place of NeMo-RL's own such as nccl_reshard.
+SELECTOR = "rlrefit"
 PREFIX = f"policy.generation.refit_cfg.{KEY}"
 
 
@@ -58,7 +60,7 @@ class NemoRlRefit:
         if generation.get("refit_transport") is not None:
             wrong.append(
                 f"policy.generation.refit_transport: {generation['refit_transport']!r}; NeMo-RL would set up that transport "
-                "beside this one, set it to null"
+                f"beside this one, set it to null, or to {SELECTOR} where rlrefit.workers.frameworks.nemo_rl.install.around is used"
             )
         # NeMo-RL's own note that the policy trains its MTP layers; its refits then load them into the drafter too.
         if generation.get("_mtp_weights_from_refit") and vllm_kwargs.get("speculative_config"):

@@ -1,7 +1,7 @@
 """What the adapter relies on in the installed verl, held against its signatures before anything runs.
 
-The checkpoint engines rely on verl's interface for them. Shard to shard also relies on an actor's engine and on verl's
-extension of vLLM's workers.
+The checkpoint engines rely on verl's interface for them. Shard to shard also relies on an actor's engine, on verl's
+extension of vLLM's workers and on its server of SGLang.
 """
 
 from __future__ import annotations
@@ -40,7 +40,23 @@ _RECEIVER = {
     "__init__": ["self", "zmq_handle", "device", "use_shm"],
     "receive_weights": ["self", "on_bucket_received"],
 }
+_SERVER = {
+    "get_server_address": ["self"],
+    "abort_all_requests": ["self"],
+    "resume_generation": ["self"],
+    "release_kv_cache": ["self"],
+    "resume_kv_cache": ["self"],
+}
+_ADAPTER = {
+    "_init_server_adapter": ["self"],
+    "update_weights": ["self", "weights", "global_steps", "wire_format", "kwargs"],
+}
+# By method, attributes that it gives the server, or the rollout worker's adapter to it.
+_SERVER_ATTRIBUTES = {"launch_server": ["tokenizer_manager"]}
+_ADAPTER_ATTRIBUTES = {"_init_server_adapter": ["_engine", "server_actor"], "__init__": ["replica_rank"]}
 _TRAINER = {"__init__": ["self", "config"], "_setup": ["self"]}
+# Added by Ray to the methods of a class of which it makes an actor.
+_RAYS_OWN = "_ray_trace_ctx"
 # Of verl's ActorRolloutRefWorker with its model loaded.
 _ACTOR = (
     "actor.engine.module",
@@ -155,6 +171,37 @@ def require_supported_rollout(extension: Any, transfer: Any) -> None:
         )
 
 
+def server_violations(server: Any, adapter: Any) -> list[str]:
+    """All in which verl's server of SGLang, and the rollout workers' adapter to it, differ from what was expected."""
+    found = []
+    for kind, name, methods, attributes in (
+        (server, "SGLangHttpServer", _SERVER, _SERVER_ATTRIBUTES),
+        (adapter, "ServerAdapter", _ADAPTER, _ADAPTER_ATTRIBUTES),
+    ):
+        found += _differences(kind, name, methods)
+        for method, wanted in attributes.items():
+            call = getattr(kind, method, None)
+            code = getattr(call, "__code__", None)
+            absent = sorted(set(wanted).difference(() if code is None else code.co_names))
+            found += [f"{name}.{method} sets no {', '.join(absent)}"] if absent else []
+    return found
+
+
+def require_supported_server(server: Any, adapter: Any) -> None:
+    """Check the installed verl's rollout for SGLang.
+
+    Raises:
+        UnsupportedVerl: names the version and all differences.
+    """
+    wrong = server_violations(server, adapter)
+    if wrong:
+        raise UnsupportedVerl(
+            f"verl {installed_version()} is not supported by rlrefit's way to SGLang's workers, which is written for "
+            f"{TESTED}: {'; '.join(wrong)}. Nothing was written; install verl=={TESTED}, or use vLLM, or "
+            "rlrefit.workers.frameworks.verl.full_tensors, which hands full tensors to verl's own loading"
+        )
+
+
 def require_supported_trainer(trainer: Any) -> None:
     """Check ``verl.trainer.ppo.v1.PPOTrainer``.
 
@@ -179,7 +226,7 @@ def _differences(kind: Any, name: str, methods: Mapping[str, list[str]]) -> list
             found.append(f"{name} has no {method}")
             continue
         # auto_await and others wrap; the class's own first argument is bound away from class methods.
-        given = list(inspect.signature(inspect.unwrap(call)).parameters)
+        given = [name for name in inspect.signature(inspect.unwrap(call)).parameters if name != _RAYS_OWN]
         if given != wanted:
             found.append(f"{name}.{method} takes ({', '.join(given)}), not ({', '.join(wanted)})")
     return found

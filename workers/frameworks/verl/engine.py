@@ -1,4 +1,4 @@
-"""verl's checkpoint engine ``nccl_xfer_shards``: an actor's shards go straight into the live parameters of vLLM's workers.
+"""verl's checkpoint engine ``nccl_xfer_shards``: an actor's shards go straight into the live parameters of the engine's workers.
 
     actor_rollout_ref.rollout:
       checkpoint_engine:
@@ -7,9 +7,12 @@
       engine_kwargs:
         vllm:
           worker_extension_cls: rlrefit.workers.frameworks.verl.extension.VerlRefitExtension
+        sglang:
+          custom_weight_loader: [rlrefit.workers.engines.sglang.loader.load]
 
-verl asks its rollout workers, processes beside vLLM's, to hand the weights over. Here they hand over an order, and vLLM's
-workers meet the actors themselves; verl's manager and its workers stay as they are.
+verl asks its rollout workers, processes beside the engine's, to hand the weights over. Here they give an order, and the
+engine's workers meet the actors themselves: each rollout worker hands it to its vLLM worker in place of weights, or the
+first one of a replica gives it to SGLang's server. verl's manager and its workers stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -36,6 +39,9 @@ from .epochs import EpochEngine, metrics_of
 from .options import BACKEND, ShardOptions
 from .orders import ORDER, Order
 from .source import source_of
+
+if TYPE_CHECKING:
+    from .sglang_server import SglangServer
 
 require_supported(verl_base)
 
@@ -63,6 +69,11 @@ class ShardCheckpointEngine(EpochEngine):
         self.version: int | None = None
         self._source: SourceRefitMixin | None = None
         self._training: Any = None
+        # Of a rollout worker: whether it has learnt which engine is beside it; verl's way to the server if that is SGLang's, and
+        # the server for the worker that speaks to it, as verl has decided: the first of a replica.
+        self._knows_rollout = False
+        self._adapter: Any = None
+        self._sglang: SglangServer | None = None
         self._meeting: Rendezvous | None = None
         self._train_ranks = 0
         self._server: RendezvousServer | None = None
@@ -80,7 +91,7 @@ class ShardCheckpointEngine(EpochEngine):
     def _holds(self) -> bool:
         self._arrived = self._ordered = None
         if self._source is None:
-            return self._fulfilled  # vLLM's worker has the session; if that has ended, the actors know
+            return self._fulfilled  # the engine's worker has the session; if that has ended, the actors know
         return self._meeting is None and self._source.refit_healthy()
 
     def _leave(self) -> None:
@@ -89,12 +100,12 @@ class ShardCheckpointEngine(EpochEngine):
         self._server = None
 
     def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
-        # All meet in the update itself: vLLM's workers hear of it then, and leave the last epoch as they do.
+        # All meet in the update itself: the engine's workers hear of it then, and leave the last epoch as they do.
         self._server, self._meeting, self._fulfilled = server, rendezvous, False
         self._train_ranks = rendezvous.train_ranks
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Actors: send this rank's shards, and wait until every vLLM worker has all of its own.
+        """Actors: send this rank's shards, and wait until every worker of an engine has all of its own.
 
         Args:
             weights: verl's export, of which nothing is drawn.
@@ -108,7 +119,7 @@ class ShardCheckpointEngine(EpochEngine):
         """
         await _discard(weights)
         if self._source is None:
-            await self._meet_own_actor()
+            await self._meet_own_source()
         record = await self._in_thread(self._refit, 0 if global_steps is None else global_steps)
         self._arrived = RefitRecord(**record)
         return metrics_of(self._arrived) if self._arrived.rank == 0 else {}
@@ -116,9 +127,16 @@ class ShardCheckpointEngine(EpochEngine):
     async def receive_weights(  # verl's own are generators, too
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Rollout workers: one order in place of all weights, which verl hands to the vLLM worker."""
+        """Rollout workers: one order in place of all weights, which verl hands to the vLLM worker; nothing to SGLang's.
+
+        Raises:
+            UnsupportedVerl: its way to SGLang is not as this was written for.
+            RefitError: SGLang's workers have not all weights; verl then leaves the engines paused.
+        """
         self._fulfilled = False
         self._ordered = 0 if global_steps is None else global_steps
+        if not self._knows_rollout:
+            await _meet_own_actor()
         meeting, self._meeting = self._meeting, None
         order = Order(
             None if meeting is None else meeting.to_json(),
@@ -128,10 +146,17 @@ class ShardCheckpointEngine(EpochEngine):
             asdict(self.options.refit),
             self.options.records_dir,
         )
-        yield ORDER, order.to_tensor()
+        if self._adapter is None:
+            yield ORDER, order.to_tensor()
+        elif self._adapter._engine is not None:
+            from .sglang_server import SglangServer  # imports SGLang, which is there where a server of it is
+
+            if self._sglang is None:
+                self._sglang = SglangServer(self._adapter.server_actor, self._adapter.replica_rank)
+            await self._in_thread(self._sglang.refit, order)
 
     def finalize(self) -> None:
-        """Commit: verl calls it once all actors have sent, and with that all vLLM workers have all."""
+        """Commit: verl calls it once all actors have sent, and with that all workers of the engines have all."""
         self._close_listener()
         if self._ordered is not None:
             self.version, self._ordered, self._fulfilled = self._ordered, None, True
@@ -157,10 +182,15 @@ class ShardCheckpointEngine(EpochEngine):
         self._source = source_of(worker, self.options.refit)
         self._training = worker.actor.engine
 
-    async def _meet_own_actor(self) -> None:
+    def introduce_rollout(self, worker: Any) -> None:
+        """Learn of the rollout worker that this engine belongs to."""
+        self._knows_rollout = True
+        if worker.rollout_config.name == "sglang":
+            self._adapter = worker.server_adapter
+
+    async def _meet_own_source(self) -> None:
         try:
-            # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
-            await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
+            await _meet_own_actor()
             if self._source is None:
                 raise RefitError(
                     "this process has no ActorRolloutRefWorker of verl with a checkpoint engine, so there are no shards to "
@@ -169,7 +199,7 @@ class ShardCheckpointEngine(EpochEngine):
                 )
         except BaseException:
             if self._server is not None:
-                self._server.close()  # vLLM's workers have set out to meet the actors
+                self._server.close()  # the engines' workers have set out to meet the actors
             raise
 
     def _refit(self, version: int) -> dict[str, Any]:
@@ -194,12 +224,21 @@ class ShardCheckpointEngine(EpochEngine):
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
 
+async def _meet_own_actor() -> None:
+    # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
+    await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
+
+
 def _introduce(actor: Any) -> None:
     """Called by Ray with its own actor: verl's worker, or what verl fuses several workers in."""
     fused = {**getattr(actor, "worker_dict", {}), **getattr(actor, "fused_worker_dict", {})}
     for worker in (actor, *fused.values()):
         engine = getattr(worker, "checkpoint_engine", None)
-        if isinstance(engine, ShardCheckpointEngine) and getattr(worker, "actor", None) is not None:
+        if not isinstance(engine, ShardCheckpointEngine):
+            continue
+        if isinstance(worker, verl_base.CheckpointEngineWorker):
+            engine.introduce_rollout(worker)
+        elif getattr(worker, "actor", None) is not None:
             engine.introduce(worker)
 
 

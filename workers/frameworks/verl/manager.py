@@ -10,22 +10,26 @@ actor_rollout_ref.rollout:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.exceptions import RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutMode
 
+from ....integration.colocated.stages import KV_CACHE, WEIGHTS
 from ....integration.errors import RefitError, RefitTimeout
 from .options import BACKEND, read_options
 from .orders import Order
 
+if TYPE_CHECKING:
+    from .sglang_server import SglangServer
+
 
 class RefitCheckpointManager(CheckpointEngineManager):
-    """verl's manager, which for replicas on the trainer's own GPUs orders vLLM's workers to refit shard to shard.
+    """verl's manager, which for replicas on the trainer's own GPUs orders the engines' workers to refit shard to shard.
 
     The turns are verl's: the weights wake, the update runs, the trainer gives its memory back, the KV cache wakes. Other
     replicas are updated as verl does.
@@ -47,8 +51,10 @@ class RefitCheckpointManager(CheckpointEngineManager):
         # Those that were late or had ended in the last update.
         self._missing: list[str] = []
         self._version = 0
-        # Name of the epoch that vLLM's workers have joined, and the replicas that did.
+        # Name of the epoch that the engines' workers have joined, and the replicas that did.
         self._held: tuple[str, list[Any]] = "", []
+        # Servers of SGLang by the rank of their replica, each with the thread that calls it.
+        self._sglang: dict[int, tuple[SglangServer, ThreadPoolExecutor]] = {}
 
     def add_replicas(self, replicas: list[Any]) -> None:
         """As verl's; they take part from the next update on."""
@@ -87,13 +93,13 @@ class RefitCheckpointManager(CheckpointEngineManager):
         # As verl's own hand-over ends; what the caches hold was computed with the weights of before.
         self._each_server(self.replicas, "clear_kv_cache")
         self._each_server(self.replicas, "set_global_steps", global_steps=version)
-        self._each_server(sleeping, "wake_up", tags=["kv_cache"])
+        self._wake(sleeping, KV_CACHE)
         return metrics
 
     def _refit(self, version: int, sleeping: list[Any]) -> dict[str, float]:
         actors = self.actor_wg.world_size
         reports = self._each_actor("prepare")
-        self._each_server(sleeping, "wake_up", tags=["weights"])
+        self._wake(sleeping, WEIGHTS)
         firsts, rollouts = [], 0
         for replica in self.replicas:
             firsts.append(actors + rollouts)
@@ -120,17 +126,41 @@ class RefitCheckpointManager(CheckpointEngineManager):
         ]
         sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
         received = [
-            replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),))
+            self._refit_as_ordered(replica, order)
             for replica, order in zip(self.replicas, orders, strict=True)
         ]
-        who = [
-            *self._actors(),
-            *(f"the server of replica {replica.replica_rank}" for replica in self.replicas),
-        ]
+        who = [*self._actors(), *map(_server_of, self.replicas)]
         metrics: dict[str, float] = self._answers("update_weights", sent + received, who)[0]
         self._each_actor("finalize")
         self._held = theirs["name"][0], list(self.replicas)
         return metrics
+
+    def _refit_as_ordered(self, replica: Any, order: Order) -> Any:
+        if _is_sglang(replica):
+            return self._in_thread(replica, "refit", order)
+        return replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),))
+
+    def _wake(self, replicas: list[Any], tag: str) -> None:
+        refs, who = [], []
+        for replica in replicas:
+            # verl's server of SGLang refuses to wake on the trainer's GPUs: verl's actors do it as they hand over.
+            refs += (
+                [self._in_thread(replica, "wake", tag, self._options.refit)]
+                if _is_sglang(replica)
+                else [server.wake_up.remote(tags=[tag]) for server in replica.servers]
+            )
+            who += [_server_of(replica)] * (len(refs) - len(who))
+        self._answers("wake_up", refs, who)
+
+    def _in_thread(self, replica: Any, method: str, *args: Any) -> Future[None]:
+        from .sglang_server import SglangServer  # imports SGLang, which is there where a replica of it is
+
+        rank = replica.replica_rank
+        if rank not in self._sglang:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="rlrefit")
+            self._sglang[rank] = SglangServer(replica.server_handle, rank), thread
+        server, thread = self._sglang[rank]
+        return thread.submit(getattr(server, method), *args)
 
     def _release_after(self, error: Exception) -> None:
         if set(self._missing).intersection(self._actors()):
@@ -151,20 +181,21 @@ class RefitCheckpointManager(CheckpointEngineManager):
         return self._answers(method, refs, self._actors())
 
     def _each_server(self, replicas: list[Any], method: str, **kwargs: Any) -> list[Any]:
-        servers = [(server, replica.replica_rank) for replica in replicas for server in replica.servers]
+        servers = [(server, replica) for replica in replicas for server in replica.servers]
         refs = [getattr(server, method).remote(**kwargs) for server, _ in servers]
-        return self._answers(method, refs, [f"the server of replica {rank}" for _, rank in servers])
+        return self._answers(method, refs, [_server_of(replica) for _, replica in servers])
 
     def _answers(self, what: str, refs: Sequence[Any], who: Sequence[str]) -> list[Any]:
         """All answers; everybody is waited for even after an error, so that nobody is at it when it is raised."""
-        late = ray.wait(list(refs), num_returns=len(refs), timeout=self._limit_s)[1] if refs else []
+        calls = [ref if isinstance(ref, Future) else ref.future() for ref in refs]
+        late = wait(calls, timeout=self._limit_s).not_done
         found, errors = [], []
-        for ref, name in zip(refs, who, strict=True):
-            if ref in late:
+        for call, name in zip(calls, who, strict=True):
+            if call in late:
                 self._missing.append(name)
                 continue
             try:
-                found.append(ray.get(ref))
+                found.append(call.result())
             except RayActorError as error:
                 self._missing.append(name)
                 errors.append(error)
@@ -172,7 +203,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
                 errors.append(error)
         if late:
             timeout = RefitTimeout(
-                f"{', '.join(name for ref, name in zip(refs, who, strict=True) if ref in late)} did not answer {what} within "
+                f"{', '.join(name for call, name in zip(calls, who, strict=True) if call in late)} did not answer {what} within "
                 f"{self._limit_s:.0f} s. The engines may hold weights in part and refuse to generate; see what those processes "
                 "do (py-spy dump), and update again or start anew",
                 stage="transfer",
@@ -204,3 +235,11 @@ class RefitCheckpointManager(CheckpointEngineManager):
 
 def _shares_gpus(replica: Any) -> bool:
     return replica.rollout_mode == RolloutMode.HYBRID
+
+
+def _is_sglang(replica: Any) -> bool:
+    return bool(replica.config.name == "sglang")
+
+
+def _server_of(replica: Any) -> str:
+    return f"the server of replica {replica.replica_rank}"

@@ -1,17 +1,19 @@
-"""What verl may have vLLM serve that refits shard to shard leave as it is, or can't make."""
+"""What verl may have an engine serve that refits shard to shard leave as it is, or can't make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Never
 
 from ....integration.config import RefitConfig
 from ....integration.control import Rendezvous
+from ....integration.control.channel import Channel
+from ....integration.control.world import RefitWorld
 from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
-from ....integration.session import RefitSession
+from ...engines.sglang.loader import LOADER
 from ...engines.vllm.drafters import STAYS, has_weights
-from .options import QUANTIZES
+from .options import EXTENSION, QUANTIZES
 from .orders import Order
 
 _HAVE_IT_QUANTIZED = (
@@ -25,9 +27,14 @@ _ONE_FORMAT = (
 
 
 def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[str]:
-    """By ``actor_rollout_ref.rollout``, on the actors; what a checkpoint's own configuration adds, vLLM's worker knows."""
+    """By ``actor_rollout_ref.rollout``, on the actors; what a checkpoint's own configuration adds, the engine's worker knows."""
+    engine = rollout["name"]
+    if engine not in _BY_ENGINE:
+        return [
+            f"rollout.name is {engine}; {' and '.join(_BY_ENGINE)} have parameters that can be written in place"
+        ]
     found = []
-    vllm = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    kwargs = (rollout.get("engine_kwargs") or {}).get(engine) or {}
     name = rollout.get("quantization")
     if name == "fp8":
         if not config.trainer_quantize_fp8:
@@ -39,20 +46,62 @@ def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[st
             "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "
             f"{_ONE_FORMAT}"
         )
-    if vllm.get("quantization") is not None:
+    if kwargs.get("quantization") is not None:
         found.append(
-            f"rollout.engine_kwargs.vllm.quantization is {vllm['quantization']}, by which vLLM quantizes in a way of its own; "
-            f"{_ONE_FORMAT}"
+            f"rollout.engine_kwargs.{engine}.quantization is {kwargs['quantization']}, by which the engine quantizes in a way of "
+            f"its own; {_ONE_FORMAT}"
         )
     mtp = rollout.get("mtp") or {}
     if mtp.get("enable") and mtp.get("enable_rollout"):
         found.append(f"rollout.mtp.enable_rollout is true; {STAYS}; set model.mtp.enable_rollout=false")
+    return found + _BY_ENGINE[engine](rollout, kwargs)
+
+
+def _asked_of_vllm(rollout: Mapping[str, Any], vllm: Mapping[str, Any]) -> list[str]:
+    found = []
     speculative = vllm.get("speculative_config")
     # vLLM takes JSON as a text too, which is not read here: it counts as a drafter.
     asked = speculative if isinstance(speculative, Mapping) else {}
     if speculative and has_weights(asked.get("method") or asked.get("model")):
         found.append(f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {STAYS}; leave it out")
+    if not vllm.get("worker_extension_cls"):
+        found.append(
+            "vLLM's workers have verl's own extension; set rollout.engine_kwargs.vllm.worker_extension_cls="
+            f"{EXTENSION}, or a class that inherits it"
+        )
     return found
+
+
+def _asked_of_sglang(rollout: Mapping[str, Any], sglang: Mapping[str, Any]) -> list[str]:
+    """What SGLang's settings add, its server tells (``unsupported_settings``)."""
+    found = []
+    speculative = sglang.get("speculative_algorithm")
+    if speculative and str(speculative).upper() != "NGRAM":
+        found.append(
+            f"rollout.engine_kwargs.sglang.speculative_algorithm is {speculative}; {STAYS}; leave it out, or take NGRAM"
+        )
+    for key in ("data_parallel_size", "pipeline_model_parallel_size"):
+        if rollout.get(key, 1) > 1:
+            found.append(
+                f"rollout.{key} is {rollout[key]}, and of an SGLang server one tensor-parallel group can be refitted; set it to 1, "
+                "and have more replicas instead"
+            )
+    if (rollout.get("disaggregation") or {}).get("enabled"):
+        found.append(
+            "rollout.disaggregation.enabled is true, and the queues of such servers are not flushed; set it to false"
+        )
+    if LOADER not in (sglang.get("custom_weight_loader") or []):
+        found.append(
+            "SGLang's workers don't know rlrefit's loader; set "
+            f"rollout.engine_kwargs.sglang.custom_weight_loader=[{LOADER}]"
+        )
+    return found
+
+
+_BY_ENGINE: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
+    "vllm": _asked_of_vllm,
+    "sglang": _asked_of_sglang,
+}
 
 
 def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
@@ -89,23 +138,23 @@ def _quantized(quant_config: Any, by_trainer: bool) -> list[str]:
 
 
 def refuse(order: Order, wrong: list[str]) -> Never:
-    """Join the epoch of an order only to tell all other ranks why this one can't take part.
+    """Join the epoch of an order only to tell all other ranks why this one can't take part; other workers may never join.
 
     Raises:
         RefitError: with all reasons.
     """
-
-    def no_destination() -> Never:
-        raise RefitError(
-            "this engine of verl's can't be refitted shard to shard:\n  "
-            + "\n  ".join(wrong)
-            + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
-            "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors hands full tensors to verl's own loading",
-            stage="settings",
-            rank=order.rank,
-        )
-
+    error = RefitError(
+        "this engine of verl's can't be refitted shard to shard:\n  "
+        + "\n  ".join(wrong)
+        + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
+        "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors hands full tensors to verl's own loading",
+        stage="settings",
+        rank=order.rank,
+    )
     assert order.meeting is not None, "an epoch that is open was joined"
-    config = RefitConfig(**order.config)
-    RefitSession.open(Rendezvous.from_json(order.meeting), order.rank, no_destination, config)
-    raise AssertionError("no_destination raises")
+    rendezvous = Rendezvous.from_json(order.meeting)
+    world = RefitWorld(order.rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+    channel = Channel(rendezvous, world, RefitConfig(**order.config).timeout_s)
+    channel.give_up(error)
+    channel.close()
+    raise error

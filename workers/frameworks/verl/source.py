@@ -12,7 +12,6 @@ from ...trainers.fsdp.mixin import FSDPRefitMixin
 from ...trainers.megatron.mixin import MegatronRefitMixin
 from ...trainers.source_mixin import SourceRefitMixin
 from .contract import require_supported_actor
-from .options import EXTENSION
 from .served import asked_violations
 
 _STRATEGIES = ("fsdp2", "megatron")
@@ -90,18 +89,10 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: Re
             )
     if getattr(engine, "_qat_enabled", False):
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
-    if rollout.name != "vllm":
-        found.append(f"rollout.name is {rollout.name}; vllm has parameters that can be written in place")
     found += asked_violations(rollout, config)
     lora = model.get("lora") or {}
     if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")
-    extension = (rollout.get("engine_kwargs", {}).get("vllm") or {}).get("worker_extension_cls")
-    if not extension:
-        found.append(
-            "vLLM's workers have verl's own extension; set rollout.engine_kwargs.vllm.worker_extension_cls="
-            f"{EXTENSION}, or a class that inherits it"
-        )
     return found
 
 
