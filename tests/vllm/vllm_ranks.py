@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 # The class inside of the one with an image encoder, by which alone vLLM's registry knows the family.
-_INNER = {"Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5"}
+_INNER = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vllm.model_executor.models.qwen3_5")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,12 @@ def _state(model: torch.nn.Module) -> Tensors:
             width = next(getattr(module, key) for key in sizes if hasattr(module, key))
             x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
             found[f"outputs of {name}"] = linear(x, module.weight, None)
-    return {name: raw(tensor).clone() for name, tensor in found.items()}
+    # Where sparse attention notes which tokens it has chosen, all layers in the same memory, nothing is before it runs.
+    return {
+        name: raw(tensor).clone()
+        for name, tensor in found.items()
+        if not name.endswith("topk_indices_buffer")
+    }
 
 
 def _unequal(live: torch.nn.Module, expected: Tensors) -> list[str]:
@@ -203,9 +209,26 @@ def _know_architecture(path: str) -> None:
     """vLLM would start a process to learn what a class can do, for ten seconds where it has never asked before."""
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
-    [name] = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    written = json.loads((Path(path) / "config.json").read_text())
+    _know_configuration(Path(path), written)
+    [name] = written["architectures"]
     known = ModelRegistry.models.get(name) or _LazyRegisteredModel(_INNER[name], name)
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
+
+
+def _know_configuration(folder: Path, written: dict[str, Any]) -> None:
+    """Of a checkpoint that brings the class of its configuration: as with trust_remote_code, without its folder of copies."""
+    if "auto_map" not in written:
+        return
+    from transformers import AutoConfig
+
+    file, _, name = written["auto_map"]["AutoConfig"].partition(".")
+    spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    AutoConfig.register(written["model_type"], getattr(module, name), exist_ok=True)
 
 
 def _one_case(case: Case) -> RankResult | str:
