@@ -132,6 +132,15 @@ TRANSFORMERS = Engine(
 _KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
 _PLUS_ONE = "SGLang's loader also makes of it what kernels compute with, the weight and 1"
 _NORMS = (("layernorm.weight", _PLUS_ONE), ("model.norm.weight", _PLUS_ONE))
+_CONVOLUTION = (
+    ("visual.patch_embed.proj", "SGLang's own convolution is not known to compute with it as it is loaded"),
+)
+_HYBRID = (
+    ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
+    ("mixer.D", _KEPT),
+    ("mixer.dt_bias", _KEPT),
+    ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
+)
 SGLANG = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
@@ -144,26 +153,13 @@ SGLANG = Engine(
             )
             for x in "qk"
         ),
-        **dict.fromkeys(
-            ("qwen3_vl", "qwen3_vl_moe"),
-            (
-                (
-                    "visual.patch_embed.proj",
-                    "SGLang's own convolution is not known to compute with it as it is loaded",
-                ),
-            ),
-        ),
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _CONVOLUTION),
         "gpt_oss": (
             ("mlp.experts.gate_up_proj_bias", "SGLang has experts' biases in FP32"),
             ("mlp.experts.down_proj_bias", "SGLang has experts' biases in FP32"),
             ("self_attn.sinks", _KEPT),
         ),
-        "nemotron_h": (
-            ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
-            ("mixer.D", _KEPT),
-            ("mixer.dt_bias", _KEPT),
-            ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
-        ),
+        "nemotron_h": _HYBRID,
         **dict.fromkeys(
             ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"),
             (
@@ -178,7 +174,13 @@ SGLANG = Engine(
                 ("k_norm.weight", _PLUS_ONE),
             ),
         ),
-    }
+    },
+    # As their relatives have it.
+    unrun={
+        "glm4_moe_lite": (),
+        "nemotron_h-latent": _HYBRID,
+        "qwen2_5_vl": _CONVOLUTION,
+    },
 )
 
 

@@ -22,9 +22,6 @@ def test_almost_all_bytes_of_true_shapes_arrive_shard_to_shard(name: str) -> Non
 @pytest.mark.parametrize("family", _PLANNED)
 def test_the_planner_sends_past_the_shards_what_the_trainer_and_the_live_engine_refuse(family: str) -> None:
     config = CONFIGS[family]
-    if "hybrid_override_pattern" in config:
-        # The catalogue has no NemotronH with experts.
-        config = config | {"hybrid_override_pattern": config["hybrid_override_pattern"].replace("E", "-")}
     refused = (*MISC.get(family, ()), *VLLM.misc[family])
     layers = config["num_hidden_layers"]
     routes = {entry.spec.name: entry.route for entry in planned(Model(family, config))[0]}

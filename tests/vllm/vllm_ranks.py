@@ -18,6 +18,8 @@ import torch
 from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_refit import refit
 
+from tests.vllm_cpu import accept_experts_without_gates
+
 if TYPE_CHECKING:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
@@ -166,7 +168,7 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult | 
     Of a case whose model vLLM can't build on this CPU, vLLM's words.
     """
     _accept_latent_attention()
-    _accept_experts_without_gates()
+    accept_experts_without_gates()
     results = []
     for case in cases:
         if case.family:
@@ -191,18 +193,6 @@ def _accept_latent_attention() -> None:
     backend = SimpleNamespace(get_name=lambda: "none", get_impl_cls=lambda: Kernels)
     mla_attention.get_attn_backend = lambda *_, **__: backend
     mla_attention.get_mla_prefill_backend = lambda config: Kernels
-
-
-def _accept_experts_without_gates() -> None:
-    """vLLM refuses them on CPUs for want of kernels; how their weights are held and loaded is Python."""
-    from vllm.model_executor.layers.fused_moe import config, layer
-    from vllm.platforms import current_platform
-
-    class Platform:
-        def __getattr__(self, name: str) -> Any:
-            return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
-
-    layer.current_platform = config.current_platform = Platform()
 
 
 def _know_architecture(path: str) -> None:
