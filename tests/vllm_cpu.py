@@ -85,3 +85,15 @@ def _features() -> Mapping[str, Any]:
 
         _own = torch.cpu.get_capabilities()
     return _own
+
+
+def accept_experts_without_gates() -> None:
+    """vLLM refuses them on CPUs for want of kernels; how their weights are held and loaded is Python."""
+    from vllm.model_executor.layers.fused_moe import config, layer
+    from vllm.platforms import current_platform
+
+    class Platform:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
+
+    layer.current_platform = config.current_platform = Platform()

@@ -30,23 +30,25 @@ SAY_REFIT_DTYPE = (
 def decide_routes(
     specs: Sequence[TensorSpec], sources: Sequence[Holdings], destinations: Sequence[Holdings]
 ) -> Manifest:
-    """Give each weight its route. Every rank computes the same manifest from the same published data."""
-    refusals = _refusals(len(specs), sources, "trainer")
-    for position, reason in _refusals(len(specs), destinations, "engine").items():
-        refusals.setdefault(position, reason)
+    """Give each weight its route. Every rank computes the same manifest from the same published data.
+
+    What no engine rank takes in either way is unused, and is not exported, whether a trainer rank could place it or not.
+    """
+    of_engines = _refusals(len(specs), destinations, "engine")
+    refusals = of_engines | _refusals(len(specs), sources, "trainer")
     held, odd_source = _coverage(specs, sources, "trainer")
     wanted, odd_destination = _coverage(specs, destinations, "engine")
     entries: list[ManifestEntry] = []
     for position, spec in enumerate(specs):
         route: Route = "bulk"
         reason = ""
-        if position in refusals:
-            route, reason = "misc", refusals[position]
-        elif not wanted[position]:
+        if not wanted[position] and position not in of_engines:
             route = "unused"
             reason = (
                 "engine: its loader ignores this name on every rank" if spec.nbytes else "it has no elements"
             )
+        elif position in refusals:
+            route, reason = "misc", refusals[position]
         elif not held[position]:
             route, reason = "misc", "trainer: no rank has a shard rule for it"
         elif position in odd_source or position in odd_destination:

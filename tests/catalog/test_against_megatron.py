@@ -23,6 +23,10 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 _ONE = TrainLayout(vocabulary_multiple=8)
 _CASES: list[tuple[str, TrainLayout, int]] = [
@@ -45,6 +49,10 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("nemotron_h", TrainLayout(pp=5, vocabulary_multiple=8), 3),
     ("nemotron_h", TrainLayout(tp=2, pp=5, vocabulary_multiple=8), 9),
     ("gpt_oss", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
+    ("gemma3_text", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
+    ("minimax_m2", TrainLayout(tp=4, ep=4, vocabulary_multiple=8), 2),
+    ("minimax_m2", TrainLayout(tp=8, ep=2, vocabulary_multiple=8), 5),
+    ("nemotron_h-latent", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
 ]
 
 

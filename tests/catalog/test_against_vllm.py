@@ -37,6 +37,13 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("gpt_oss", GenLayout(tp=2, pp=2), 2),
     ("nemotron_h", GenLayout(tp=4), 2),
     ("nemotron_h", GenLayout(tp=2, pp=2), 3),
+    ("mistral", GenLayout(tp=2), 1),
+    ("gemma2", GenLayout(tp=2, pp=2), 2),
+    ("gemma3_text", GenLayout(tp=2), 1),
+    ("minimax_m2", GenLayout(tp=4, ep=4), 1),
+    ("minimax_m2", GenLayout(tp=8), 5),
+    ("nemotron_h-latent", GenLayout(tp=2, ep=2), 1),
+    ("nemotron_h-experts", GenLayout(tp=2, pp=2), 1),
 ]
 # The same in blocks of FP8.
 _BLOCK_CASES: list[tuple[str, GenLayout, int]] = [

@@ -93,17 +93,27 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen3_moe": (*_EXPERTS, _EP_TP_VPP, _ETP_VPP, _ETP_DDP, _EP_CUSTOM),
     "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
     "glm4_moe": (*_EXPERTS, _MTP_ALONE),
+    "glm4_moe_lite": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
+    "glm_moe_dsa": (*_EXPERTS[:-1], _EP_DDP),
+    "bailing_moe_v2": _EXPERTS,
     # Megatron has biases of experts at ETP 1 only.
     "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
     "minimax_m2": _EXPERTS,
     "nemotron_h": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
+    "nemotron_h-latent": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
     "qwen3_next": _EXPERTS,
     "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
     "qwen3_5_moe-stacked": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
     "qwen3_5_moe-transposed": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+    "qwen3_5_text": (_TP4, _TP2_PP2, _CP, _DDP),
     # Bridge builds these without virtual stages alone, with as many layers in the first stage as the encoder feeds.
     "qwen3_vl": (_TP4, _TP2_PP2, _CP, _DDP),
     "qwen3_vl_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+    "qwen3_5": (_TP4, _TP2_PP2, _CP, _DDP),
+    "qwen3_5_moe-vl": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+    "qwen2_5_vl": (_TP4, _TP2_PP2, _CP, _DDP),
+    # Bridge has no context parallelism for it.
+    "gemma3-vl": (_TP4, _TP2_PP2, _DDP, _PP_DDP),
 }
 CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)
 # Each family, each of its mixtures in one layout that cuts experts, and each size and kind of a layout at least once.
@@ -118,15 +128,24 @@ _COVERING: dict[str, tuple[Layout, ...]] = {
     "qwen3_moe": (_EP_UNEVEN_ETP, _EP_CP_DDP, _EP_TP_VPP),
     "deepseek_v3": (_ETP, _MTP_ALONE),
     "glm4_moe": (_ETP,),
+    "glm4_moe_lite": (_ETP,),
+    "glm_moe_dsa": (_ETP,),
+    "bailing_moe_v2": (_ETP,),
     "gpt_oss": (_EP4,),
     "minimax_m2": (_ETP,),
     "nemotron_h": (_ETP, _EP_PP),
+    "nemotron_h-latent": (_ETP,),
     "qwen3_next": (_ETP,),
     "qwen3_5_moe": (_ETP,),
     "qwen3_5_moe-stacked": (_EP4,),
     "qwen3_5_moe-transposed": (_ETP,),
     "qwen3_vl": (_TP2_PP2,),
     "qwen3_vl_moe": (_ETP,),
+    "qwen3_5_text": (_TP4,),
+    "qwen3_5": (_TP2_PP2,),
+    "qwen3_5_moe-vl": (_ETP,),
+    "qwen2_5_vl": (_TP4,),
+    "gemma3-vl": (_TP2_PP2,),
 }
 # What each change runs; ``make test-all`` runs the rest too.
 COVERING = tuple(Case(family, layout) for family, layouts in _COVERING.items() for layout in layouts)

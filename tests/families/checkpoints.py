@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": 48,
     "tie_word_embeddings": False,
 }
+_ROUTER_BIASES = ("e_score_correction_bias", "gate.expert_bias")
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 4,
@@ -99,6 +101,11 @@ _VISION: dict[str, Any] = {
         "deepstack_visual_indexes": [0, 1],
     },
 }
+# Qwen3.5's: nothing of it goes into the language model's layers.
+_PLAIN_VISION = {
+    "rope_parameters": _VISION["rope_parameters"] | {"mrope_section": [1, 0, 0]},
+    "vision_config": _VISION["vision_config"] | {"deepstack_visual_indexes": []},
+}
 _QWEN3_5 = {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET}
 
 # Family → keys of its configuration.
@@ -128,6 +135,77 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_norm_type": "per_layer",
     },
     "nemotron_h": {"model_type": "nemotron_h", **_COMMON, **_NEMOTRON},
+    "nemotron_h-latent": {
+        "model_type": "nemotron_h",
+        **_COMMON,
+        **_NEMOTRON,
+        "moe_latent_size": 24,
+        "hybrid_override_pattern": "ME*MEM",
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        # Their rotary part has this name, too.
+        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+        **_LATENT,
+        "num_nextn_predict_layers": 1,
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **_COMMON,
+        **_LATENT,
+        "index_topk": 8,
+        "index_head_dim": 8,
+        "index_n_heads": 4,
+        "indexer_rope_interleave": True,
+    },
+    "bailing_moe_v2": {
+        "model_type": "bailing_moe_v2",
+        **_COMMON,
+        **_EXPERTS,
+        "num_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+    },
+    "gemma3-vl": {
+        "model_type": "gemma3",
+        **_COMMON,
+        "tie_word_embeddings": True,
+        "mm_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        **_COMMON,
+        # Its heads share the hidden size evenly, whatever a configuration says of them.
+        "hidden_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000, "mrope_section": [2, 1, 1]},
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_heads": 4,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **_COMMON, **_DELTA_NET},
+    "qwen3_5": {"model_type": "qwen3_5", **_COMMON, **_DELTA_NET, **_PLAIN_VISION},
+    "qwen3_5_moe-vl": {"model_type": "qwen3_5_moe", **_COMMON, **_EXPERTS, **_DELTA_NET, **_PLAIN_VISION},
     "gpt_oss": {
         "model_type": "gpt_oss",
         **_COMMON,
@@ -182,6 +260,8 @@ def write_checkpoint(
 
     torch.manual_seed(0)
     keys = config_of(family, short=short) | dict(changes or {})
+    if family == "bailing_moe_v2":
+        return _write_ling(folder, keys)
     config = AutoConfig.for_model(**published_config(keys))
     kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
     model = kind.from_config(config).to(torch.bfloat16)
@@ -190,11 +270,66 @@ def write_checkpoint(
     if published is not None:
         file = folder / "model.safetensors"
         save_file(published(load_file(file), keys), file, {"format": "pt"})
-    if family == "nemotron_h":
-        # Published configurations have the pattern, which Bridge reads; transformers writes a list instead.
+    if family.startswith("nemotron_h"):
+        # Published configurations have the patterns, which Bridge reads; transformers writes lists instead.
         written = json.loads((folder / "config.json").read_text())
-        pattern = keys["hybrid_override_pattern"]
-        (folder / "config.json").write_text(json.dumps(written | {"hybrid_override_pattern": pattern}))
+        patterns = {key: value for key, value in keys.items() if key.endswith("hybrid_override_pattern")}
+        (folder / "config.json").write_text(json.dumps(written | patterns))
+    return str(folder)
+
+
+def _write_ling(folder: Path, keys: dict[str, Any]) -> str:
+    """Ling's, of which transformers has no class: published checkpoints bring the one of their configuration."""
+    hidden, heads, groups, size = (
+        keys[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.word_embeddings": (keys["vocab_size"], hidden),
+        "model.norm": (hidden,),
+        "lm_head": (keys["vocab_size"], hidden),
+    }
+
+    def gated(prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+        wide = {f"{prefix}{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        return {**wide, f"{prefix}down_proj": (hidden, inner)}
+
+    for number in range(keys["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        own = f"{layer}attention."
+        shapes |= {f"{layer}{norm}_layernorm": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{own}{norm}_layernorm": (size,) for norm in ("query", "key")}
+        shapes |= {
+            f"{own}query_key_value": ((heads + 2 * groups) * size, hidden),
+            f"{own}dense": (hidden, heads * size),
+        }
+        if number < keys["first_k_dense_replace"]:
+            shapes |= gated(f"{layer}mlp.", keys["intermediate_size"])
+            continue
+        shapes[f"{layer}mlp.gate"] = (keys["num_experts"], hidden)
+        inner = keys["moe_intermediate_size"]
+        shapes |= gated(f"{layer}mlp.shared_experts.", inner * keys["num_shared_experts"])
+        for expert in range(keys["num_experts"]):
+            shapes |= gated(f"{layer}mlp.experts.{expert}.", inner)
+    tensors = {f"{name}.weight": torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
+    tensors |= {
+        f"{name}.expert_bias": torch.zeros(shape[0], dtype=torch.bfloat16)
+        for name, shape in shapes.items()
+        if name.endswith("mlp.gate")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    file = "configuration_bailing_moe_v2"
+    published = {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "auto_map": {"AutoConfig": f"{file}.BailingMoeV2Config"},
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(keys | published))
+    core = find_spec("megatron.core")
+    assert core is not None
+    assert core.origin is not None
+    # Bridge has a copy of the published file. It is not imported: that would import all of Bridge.
+    shutil.copy(Path(core.origin).parents[1] / "bridge" / "models" / "bailing" / f"{file}.py", folder)
     return str(folder)
 
 
@@ -211,7 +346,7 @@ def write_pair(
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             name: torch.randn(tensor.shape, generator=generator).to(
-                router_dtype if name.endswith("e_score_correction_bias") else tensor.dtype
+                router_dtype if name.endswith(_ROUTER_BIASES) else tensor.dtype
             )
             for name, tensor in load_file(f"{path}/model.safetensors").items()
         }
@@ -220,7 +355,7 @@ def write_pair(
 
 
 def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
-    """A multi-token-prediction layer as DeepSeek-V3's and GLM-4.5's, which transformers leaves out."""
+    """A multi-token-prediction layer as DeepSeek-V3's and GLM's, which transformers leaves out."""
     count, hidden = keys["num_hidden_layers"], keys["hidden_size"]
     last, added = f"model.layers.{count - 1}.", f"model.layers.{count}."
     more = {added + k.removeprefix(last): v.clone() for k, v in tensors.items() if k.startswith(last)}
@@ -228,6 +363,31 @@ def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> 
         more[f"{added}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     more[f"{added}eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(torch.bfloat16)
     return tensors | more
+
+
+def _with_whole_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
+    """The same with copies of embedding and head, which Bridge exports of GLM-4.7-Flash."""
+    added = f"model.layers.{keys['num_hidden_layers']}."
+    return _with_prediction_layer(tensors, keys) | {
+        f"{added}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{added}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+
+
+def _as_nemotron(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
+    """With the embedding's published name; Nemotron-3 with multi-token prediction: a layer of attention, one of experts."""
+    found = {k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()}
+    if not keys.get("num_nextn_predict_layers"):
+        return found
+    hidden, pattern = keys["hidden_size"], keys["mtp_hybrid_override_pattern"]
+    for number, kind in enumerate(pattern):
+        like = f"backbone.layers.{keys['hybrid_override_pattern'].index(kind)}."
+        own = f"mtp.layers.{number}."
+        found |= {own + k.removeprefix(like): v.clone() for k, v in tensors.items() if k.startswith(like)}
+    ones = ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", f"mtp.layers.{len(pattern) - 1}.final_layernorm")
+    found |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in ones}
+    found["mtp.layers.0.eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(torch.bfloat16)
+    return found
 
 
 def _with_stacked_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
@@ -254,13 +414,17 @@ def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
     "glm4_moe": _with_prediction_layer,
-    "nemotron_h": lambda tensors, keys: {
-        k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()
+    "glm4_moe_lite": _with_whole_prediction_layer,
+    "gemma3-vl": lambda tensors, keys: {
+        k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in tensors.items()
     },
+    "nemotron_h": _as_nemotron,
+    "nemotron_h-latent": _as_nemotron,
     "qwen3-tied-twice": lambda tensors, keys: (
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     ),
     "qwen3_5_moe-stacked": _with_stacked_experts,
+    "qwen3_5_moe-vl": _with_stacked_experts,
     "qwen3_5_moe-transposed": lambda tensors, keys: _with_transposed_experts(
         _with_stacked_experts(tensors, keys), keys
     ),

@@ -7,14 +7,16 @@ The trainer's side is held against Megatron-Bridge by ``test_families``, vLLM's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 _ZERO_CENTRED = "zero-centred norm: Bridge adds 1 to it on export"
+_COPY = "made of {}.weight by Bridge's export, and no part of {}.weight"
 _GATE = ("mlp.gate.weight", _ROUTER)
 
-# Parts of weights' names, each with the reason.
+# Parts of weights' names, with ``*`` for whatever stands there, each with the reason.
 Parts = tuple[tuple[str, str], ...]
 
 # Family → what trainers don't place.
@@ -26,13 +28,27 @@ MISC: dict[str, Parts] = {
         ("block_sparse_moe.gate.weight", _ROUTER),
         ("block_sparse_moe.e_score_correction_bias", _ROUTER),
     ),
-    "nemotron_h": (("mixer.gate.weight", _ROUTER), ("mixer.gate.e_score_correction_bias", _ROUTER)),
+    "glm4_moe_lite": (
+        _GATE,
+        ("mlp.gate.e_score_correction_bias", _ROUTER),
+        ("layers.*.embed_tokens.weight", _COPY.format("model.embed_tokens", "embedding.word_embeddings")),
+        ("shared_head.head.weight", _COPY.format("lm_head", "output_layer")),
+    ),
+    "bailing_moe_v2": (_GATE, ("mlp.gate.expert_bias", _ROUTER)),
+    "glm_moe_dsa": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h-latent"),
+        (("mixer.gate.weight", _ROUTER), ("mixer.gate.e_score_correction_bias", _ROUTER)),
+    ),
     "gpt_oss": (("mlp.router.weight", _ROUTER), ("mlp.router.bias", _ROUTER)),
     "qwen3_next": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-stacked": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_vl_moe": (_GATE,),
+    "qwen3_5_text": (("linear_attn.norm.weight", _ZERO_CENTRED),),
+    "qwen3_5": (("linear_attn.norm.weight", _ZERO_CENTRED),),
+    "qwen3_5_moe-vl": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
 }
 
 
@@ -42,11 +58,11 @@ class Engine:
 
     Attributes:
         misc: each family that has run in it → what its own loader has to take, beside what trainers don't place.
-        limits: families that it takes in some layouts alone.
+        unrun: the same of families whose tests are written, and have not run in it yet.
     """
 
     misc: Mapping[str, Parts]
-    limits: Mapping[str, str] = field(default_factory=dict)
+    unrun: Mapping[str, Parts] = field(default_factory=dict)
 
 
 _DELTA_NET = (("linear_attn.A_log", "vLLM keeps it in FP32"),)
@@ -65,17 +81,27 @@ _ALL_IN_PLACE = (
 VLLM = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
-        "glm4_moe": (("mlp.gate.weight", "vLLM's router is in FP32"),),
+        **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), (("mlp.gate.weight", "vLLM's router is in FP32"),)),
+        "glm_moe_dsa": (("indexer.k_norm.", "vLLM keeps it in FP32"),),
+        "bailing_moe_v2": (),
         "gpt_oss": (),
         "minimax_m2": (("block_sparse_moe.gate.weight", "vLLM's router is in FP32"),),
-        "nemotron_h": (
-            ("mixer.A_log", "vLLM computes with what it makes of it, in FP32"),
-            ("mixer.gate.weight", "vLLM's router is in FP32"),
+        **dict.fromkeys(
+            ("nemotron_h", "nemotron_h-latent"),
+            (
+                ("mixer.A_log", "vLLM computes with what it makes of it, in FP32"),
+                ("mixer.gate.weight", "vLLM's router is in FP32"),
+            ),
         ),
         "qwen3_next": _DELTA_NET,
         "qwen3_5_moe": _DELTA_NET,
         "qwen3_5_moe-stacked": _DELTA_NET,
+        "qwen3_5_text": _DELTA_NET,
         **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ()),
+        "qwen3_5": _DELTA_NET,
+        "qwen3_5_moe-vl": _DELTA_NET,
+        "qwen2_5_vl": (),
+        "gemma3-vl": (),
     }
 )
 TRANSFORMERS = Engine(
@@ -83,22 +109,38 @@ TRANSFORMERS = Engine(
         (
             *_ALL_IN_PLACE,
             "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
             "gpt_oss",
             "minimax_m2",
             "nemotron_h",
+            "nemotron_h-latent",
             "qwen3_next",
             "qwen3_5_moe",
             "qwen3_5_moe-stacked",
+            "qwen3_5_text",
             "qwen3_vl",
             "qwen3_vl_moe",
+            "qwen3_5",
+            "qwen3_5_moe-vl",
+            "qwen2_5_vl",
+            "gemma3-vl",
         ),
         (),
-    ),
-    limits={"qwen3_5_moe-stacked": "TP1 only"},
+    )
 )
 _KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
 _PLUS_ONE = "SGLang's loader also makes of it what kernels compute with, the weight and 1"
 _NORMS = (("layernorm.weight", _PLUS_ONE), ("model.norm.weight", _PLUS_ONE))
+_CONVOLUTION = (
+    ("visual.patch_embed.proj", "SGLang's own convolution is not known to compute with it as it is loaded"),
+)
+_HYBRID = (
+    ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
+    ("mixer.D", _KEPT),
+    ("mixer.dt_bias", _KEPT),
+    ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
+)
 SGLANG = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
@@ -111,26 +153,13 @@ SGLANG = Engine(
             )
             for x in "qk"
         ),
-        **dict.fromkeys(
-            ("qwen3_vl", "qwen3_vl_moe"),
-            (
-                (
-                    "visual.patch_embed.proj",
-                    "SGLang's own convolution is not known to compute with it as it is loaded",
-                ),
-            ),
-        ),
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _CONVOLUTION),
         "gpt_oss": (
             ("mlp.experts.gate_up_proj_bias", "SGLang has experts' biases in FP32"),
             ("mlp.experts.down_proj_bias", "SGLang has experts' biases in FP32"),
             ("self_attn.sinks", _KEPT),
         ),
-        "nemotron_h": (
-            ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
-            ("mixer.D", _KEPT),
-            ("mixer.dt_bias", _KEPT),
-            ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
-        ),
+        "nemotron_h": _HYBRID,
         **dict.fromkeys(
             ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"),
             (
@@ -145,15 +174,21 @@ SGLANG = Engine(
                 ("k_norm.weight", _PLUS_ONE),
             ),
         ),
-    }
+    },
+    # As their relatives have it.
+    unrun={
+        "glm4_moe_lite": (),
+        "nemotron_h-latent": _HYBRID,
+        "qwen2_5_vl": _CONVOLUTION,
+    },
 )
 
 
-def is_of(name: str, parts: Parts) -> bool:
+def is_of(name: str, parts: Iterable[tuple[str, str]]) -> bool:
     """Whether a weight's name has one of the parts."""
-    return any(part in name for part, _ in parts)
+    return any(fnmatch.fnmatchcase(name, f"*{part}*") for part, _ in parts)
 
 
 def is_prediction(name: str, layers: int) -> bool:
     """Whether a weight is of a multi-token-prediction layer, behind the ``layers`` others: engines leave these out."""
-    return name.startswith(f"model.layers.{layers}.")
+    return name.startswith((f"model.layers.{layers}.", "mtp."))

@@ -144,7 +144,13 @@ def _randomize(task: Any) -> None:
 def _exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
     """The oracle: Bridge's own export, without the padding of the vocabulary."""
     vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
-    padded = ("embed_tokens.weight", "lm_head.weight", "backbone.embeddings.weight")
+    padded = (
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "backbone.embeddings.weight",
+        "shared_head.head.weight",
+        "word_embeddings.weight",
+    )
     return {
         name: weight[:vocabulary] if name.endswith(padded) else weight
         for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)

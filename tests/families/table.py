@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlrefit.integration.weights.manifest import Manifest
 from rlrefit.integration.weights.routing import decide_routes
@@ -21,7 +23,7 @@ from rlrefit.recipes.plan.catalog import (
 )
 
 from .cases import CASES, Layout
-from .checkpoints import config_of
+from .checkpoints import CONFIGS, config_of
 from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, is_of, is_prediction
 from .report import Report, examine
 
@@ -41,20 +43,29 @@ _TITLES = {
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3 (MLA, dense first layer, shared expert, MTP)",
     "glm4_moe": "GLM-4.5 (QKV biases, dense first layer, shared expert, MTP)",
+    "glm4_moe_lite": "GLM-4.7-Flash (MLA, dense first layer, shared expert, MTP)",
+    "glm_moe_dsa": "GLM-5 (MLA, DeepSeek's sparse attention with its indexer)",
+    "bailing_moe_v2": "Ling 2.0 (dense first layer, shared expert)",
     "gpt_oss": "GPT-OSS",
     "minimax_m2": "MiniMax-M2 (norms over all heads)",
     "nemotron_h": "NemotronH (Mamba-2, attention, MLP, experts without gates)",
+    "nemotron_h-latent": "Nemotron-3 Super (NemotronH with latent experts, MTP)",
     "qwen3_next": "Qwen3-Next (gated delta net, output gates)",
     "qwen3_5_moe": "Qwen3.5-MoE",
     "qwen3_5_moe-stacked": "Qwen3.5-MoE, experts stacked in the checkpoint",
     "qwen3_5_moe-transposed": "Qwen3.5-MoE, experts stacked and transposed",
+    "qwen3_5_text": "Qwen3.5 (gated delta net, output gates)",
     "qwen3_vl": "Qwen3-VL, image encoder and all",
     "qwen3_vl_moe": "Qwen3-VL-MoE, image encoder and all",
+    "qwen3_5": "Qwen3.5, image encoder and all",
+    "qwen3_5_moe-vl": "Qwen3.5-MoE, image encoder and all, experts stacked",
+    "qwen2_5_vl": "Qwen2.5-VL, image encoder and all",
+    "gemma3-vl": "Gemma 3, image encoder and all (tied)",
 }
 
-# Further model types of the same family, and the engines that have no class of theirs.
-_ALIKE = {"deepseek_v3": ("kimi_k2",)}
-_LACKING = {"kimi_k2": (TRANSFORMERS,)}
+# Model types of a family that has another one, and the engines that have no class of theirs.
+_ALIKE = {"kimi_k2": "deepseek_v3"}
+_LACKING = {"kimi_k2": (TRANSFORMERS,), "bailing_moe_v2": (TRANSFORMERS,)}
 _FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 
 
@@ -125,7 +136,7 @@ def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
         sizes = {
             name: nbytes
             for name, nbytes in found["sizes"].items()
-            if engine is None or name in found["reasons"] or not is_prediction(name, layers)
+            if engine is None or not is_prediction(name, layers)
         }
         parts = engine.misc[family] if engine else ()
         misc = sum(n for name, n in sizes.items() if name in found["reasons"] or is_of(name, parts))
@@ -136,25 +147,31 @@ def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
 def true_share(name: str, engine: Engine | None) -> float:
     """The same of a bundled model, as ``rlrefit plan`` has it."""
     sizes = {"bulk": 0, "misc": 0}
-    for entry in _planned(name):
+    manifest, of_trainer = _planned(name)
+    for entry in manifest:
+        # The plan's engine is vLLM, which leaves aside what the others do.
         route = entry.route
-        # The plan's engine is vLLM.
-        if engine is not VLLM and entry.reason.startswith("engine: "):
-            route = "unused" if engine and route == "unused" else "bulk"
+        if engine is None or (route == "misc" and engine is not VLLM):
+            route = "misc" if entry.spec.name in of_trainer else "bulk"
         if route != "unused":
             sizes[route] += entry.spec.nbytes
     return sizes["bulk"] / sum(sizes.values())
 
 
-def planned(model: Model) -> Manifest:
-    """The routes of a refit from Megatron to vLLM, between one rank and one: more ranks cut boxes, not routes."""
+def planned(model: Model) -> tuple[Manifest, set[str]]:
+    """The routes of a refit from Megatron to vLLM, between one rank and one: more ranks cut boxes, not routes.
+
+    And what the trainer refuses.
+    """
     specs = model.specs()
     positions = {spec.name: i for i, spec in enumerate(specs)}
-    return decide_routes(specs, *all_holdings(model, TrainLayout(), GenLayout(), positions))
+    trainers, engines = all_holdings(model, TrainLayout(), GenLayout(), positions)
+    refused = {specs[i].name for rank in trainers for places in rank.refused.values() for i in places}
+    return decide_routes(specs, trainers, engines), refused
 
 
 @functools.cache
-def _planned(name: str) -> Manifest:
+def _planned(name: str) -> tuple[Manifest, set[str]]:
     return planned(open_model(name))
 
 
@@ -170,30 +187,33 @@ def _percent(share: float) -> str:
 
 def _tiny(family: str, engine: Engine, report: Report) -> str:
     if family not in engine.misc:
-        return "not run"
-    limit = f" ({engine.limits[family]})" if family in engine.limits else ""
-    return _percent(tiny_share(family, engine, report)) + limit
+        return _without(CONFIGS[family], engine)
+    return _percent(tiny_share(family, engine, report))
 
 
 def _true_of(family: str, engine: Engine) -> str:
     if family not in engine.misc:
-        return "not run"
-    # A configuration does not tell a family's variants apart.
-    names = [name for name in bundled_models() if _family_of(name) == family.partition("-")[0]]
+        return _without(CONFIGS[family], engine)
+    names = [name for name in bundled_models() if _kind(open_model(name).config) == _kind(CONFIGS[family])]
     shares = sorted(true_share(name, engine) for name in names if not _lacks(engine, name))
     return " to ".join(dict.fromkeys(map(_percent, shares[:1] + shares[-1:]))) or "not in the catalogue"
 
 
 def _true(name: str, engine: Engine) -> str:
-    family = _family_of(name)
-    if family not in engine.misc:
-        return "not run"
-    return "no class of its own" if _lacks(engine, name) else _percent(true_share(name, engine))
+    config = open_model(name).config
+    if _lacks(engine, name) or not any(_kind(CONFIGS[family]) == _kind(config) for family in engine.misc):
+        return _without(config, engine)
+    return _percent(true_share(name, engine))
 
 
-def _family_of(name: str) -> str:
-    kind = open_model(name).config["model_type"]
-    return next((family for family, kinds in _ALIKE.items() if kind in kinds), kind)
+def _without(config: Mapping[str, Any], engine: Engine) -> str:
+    return "no class of its own" if engine in _LACKING.get(config["model_type"], ()) else "not run"
+
+
+def _kind(config: Mapping[str, Any]) -> tuple[str, bool]:
+    """What a configuration tells of a family; variants of experts' tensors and of ties it does not tell apart."""
+    kind = config["model_type"]
+    return _ALIKE.get(kind, kind), bool(config.get("moe_latent_size"))
 
 
 def _lacks(engine: Engine, name: str) -> bool:

@@ -8,7 +8,7 @@ from rlrefit.recipes.plan.catalog import Model, bundled_models
 from rlrefit.recipes.plan.catalog.families import FAMILIES
 
 from .checkpoints import CONFIGS
-from .expected import MISC, TRANSFORMERS, VLLM, is_of
+from .expected import MISC, TRANSFORMERS, VLLM, is_of, is_prediction
 from .table import planned, true_share
 
 _PLANNED = [family for family in VLLM.misc if CONFIGS[family]["model_type"] in FAMILIES]
@@ -22,12 +22,13 @@ def test_almost_all_bytes_of_true_shapes_arrive_shard_to_shard(name: str) -> Non
 @pytest.mark.parametrize("family", _PLANNED)
 def test_the_planner_sends_past_the_shards_what_the_trainer_and_the_live_engine_refuse(family: str) -> None:
     config = CONFIGS[family]
-    if "hybrid_override_pattern" in config:
-        # The catalogue has no NemotronH with experts.
-        config = config | {"hybrid_override_pattern": config["hybrid_override_pattern"].replace("E", "-")}
     refused = (*MISC.get(family, ()), *VLLM.misc[family])
-    routes = {entry.spec.name: entry.route for entry in planned(Model(family, config))}
+    layers = config["num_hidden_layers"]
+    routes = {entry.spec.name: entry.route for entry in planned(Model(family, config))[0]}
     assert {name for name, route in routes.items() if route == "misc"} == {
-        name for name in routes if is_of(name, refused)
+        name for name in routes if is_of(name, refused) and not is_prediction(name, layers)
+    }
+    assert {name for name, route in routes.items() if route == "unused"} == {
+        name for name in routes if is_prediction(name, layers)
     }
     assert "bulk" in routes.values()

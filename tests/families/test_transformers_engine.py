@@ -85,13 +85,12 @@ def results(found_ahead: FoundAhead) -> Results:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads_or_refuses_the_model(
+def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
     family: str, size: int, results: Results
 ) -> None:
-    limited = size > 1 and family in TRANSFORMERS.limits
     layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[family, size]:
-        assert bool(rank.refused) == limited
+        assert rank.refused == ""
         assert rank.differing == rank.misc == []
         assert all(is_prediction(name, layers) for name in rank.unused)
         assert bool(rank.unused) == has_prediction(family)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,41 @@ _CHANGES: dict[str, dict[str, Any]] = {
 _WRITTEN: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     # SGLang has a name of its own for the groups, and its default is what is published.
-    "nemotron_h": {"layers_block_type": None, "layer_types": None, "mamba_n_groups": 4},
+    **{
+        key: {"layers_block_type": None, "layer_types": None, "mamba_n_groups": 4}
+        for key in ("nemotron_h", "nemotron_h-latent")
+    },
     **{key: {"full_attention_interval": 2} for key in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked")},
 }
-# Mixtral stands in no table: no trainer of these tests has it.
-FAMILIES = (*SGLANG.misc, "mixtral")
+# Mixtral stands in no table: no trainer of these tests has it. What has never run is in processes of its own.
+GROUPS = ((*SGLANG.misc, "mixtral"), tuple(SGLANG.unrun))
 SIZES = (1, 2)
-CASES = [(family, size) for family in FAMILIES for size in SIZES]
+CASES = [(family, size) for families in GROUPS for family in families for size in SIZES]
+EXPECTED = {**SGLANG.misc, **SGLANG.unrun}
+
+
+class Results:
+    """By family and number of ranks, from one group of processes for each of :data:`GROUPS` and each number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[str, int], list[FamilyResult]] = {}
+
+    def __getitem__(self, case: tuple[str, int]) -> list[FamilyResult]:
+        if case not in self._found:
+            [families] = (families for families in GROUPS if case[0] in families)
+            self._found |= _refit(self._folder, families)
+        return self._found[case]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[FamilyResult]]:
-    """All families in one group of processes for each number of ranks."""
-    folder = tmp_path_factory.mktemp("families")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("families"))
+
+
+def _refit(folder: Path, families: Sequence[str]) -> dict[tuple[str, int], list[FamilyResult]]:
     pairs = []
-    for family in FAMILIES:
+    for family in families:
         changes = _UNPADDED | _CHANGES.get(family, {})
         # Published biases of routers are in FP32.
         pair = write_pair(family, folder / family, changes, router_dtype=torch.float32)
@@ -72,17 +93,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
             keys = json.loads(file.read_text()) | _WRITTEN.get(family, {})
             file.write_text(json.dumps({name: value for name, value in keys.items() if value is not None}))
         pairs.append(pair)
-    attention = ["triton" if family == "gpt_oss" else "torch_native" for family in FAMILIES]
+    attention = ["triton" if family == "gpt_oss" else "torch_native" for family in families]
     found = {}
     for size in SIZES:
         by_rank = run_ranks(refit_families, size, size, pairs, attention, timeout_s=850)
-        found |= {(family, size): [rank[i] for rank in by_rank] for i, family in enumerate(FAMILIES)}
+        found |= {(family, size): [rank[i] for rank in by_rank] for i, family in enumerate(families)}
     return found
 
 
 @pytest.mark.parametrize(("family", "size"), CASES)
 def test_a_poisoned_model_is_after_a_refit_what_sglang_loads(
-    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+    results: Results, family: str, size: int
 ) -> None:
     for rank in results[family, size]:
         assert rank.refused == ""
@@ -92,9 +113,9 @@ def test_a_poisoned_model_is_after_a_refit_what_sglang_loads(
 
 @pytest.mark.parametrize(("family", "size"), CASES)
 def test_all_of_a_family_that_sglang_holds_as_it_is_loaded_goes_in_place(
-    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+    results: Results, family: str, size: int
 ) -> None:
-    own = SGLANG.misc.get(family, ())
+    own = EXPECTED.get(family, ())
     layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[family, size]:
         assert len(rank.bulk) > 10
@@ -106,7 +127,7 @@ def test_all_of_a_family_that_sglang_holds_as_it_is_loaded_goes_in_place(
 
 @pytest.mark.parametrize(("family", "size"), CASES)
 def test_copies_that_no_refit_renews_and_parts_that_sglangs_loader_would_join_are_refused_by_name(
-    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+    results: Results, family: str, size: int
 ) -> None:
     for rank in results[family, size]:
         for occasion, said in (
@@ -115,4 +136,5 @@ def test_copies_that_no_refit_renews_and_parts_that_sglangs_loader_would_join_ar
         ):
             assert "layers.1 computes with copies of weights" in rank.refusals[occasion]
             assert said in rank.refusals[occasion]
-        assert ("joins it with other weights" in rank.refusals["FP32"]) == (family == "deepseek_v3")
+        joined = family in ("deepseek_v3", "glm4_moe_lite")
+        assert ("joins it with other weights" in rank.refusals["FP32"]) == joined

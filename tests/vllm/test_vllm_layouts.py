@@ -51,6 +51,8 @@ PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed"
 # Experts of a size that stays as it is loaded or, of a vLLM that packs all on CPUs, is packed without padding on two ranks too.
 _SIZE = 64 if PACKS_EXPERTS else PLAIN_EXPERTS
 _EXPERTS = {"moe_intermediate_size": _SIZE}
+_NORMALIZED = {"norm_topk_prob": True, **_EXPERTS}
+_BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS}
 # Family → what its configuration has in published checkpoints, and vLLM goes by; and the experts' size.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{
@@ -64,14 +66,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "gemma2",
             "gemma3",
             "nemotron_h",
+            "nemotron_h-latent",
             "qwen3_vl",
+            "qwen3_5_text",
+            "qwen3_5",
+            "qwen2_5_vl",
+            "gemma3-vl",
         )
     },
-    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), _EXPERTS),
-    "qwen3_vl_moe": {"norm_topk_prob": True, **_EXPERTS},
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked", "qwen3_5_moe-vl"),
+        _EXPERTS,
+    ),
+    "bailing_moe_v2": {"use_rmsnorm": True, **_EXPERTS},
+    "qwen3_vl_moe": _NORMALIZED,
     **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss", "minimax_m2")},
-    "glm4_moe": {"norm_topk_prob": True, **_EXPERTS},
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS},
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), _NORMALIZED),
+    **dict.fromkeys(("deepseek_v3", "glm_moe_dsa"), _BIASED),
 }
 # A vocabulary that vLLM does not pad on two ranks.
 UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -17,12 +18,14 @@ import torch
 from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_refit import refit
 
+from tests.vllm_cpu import accept_experts_without_gates
+
 if TYPE_CHECKING:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
 Tensors = dict[str, torch.Tensor]
 # The class inside of the one with an image encoder, by which alone vLLM's registry knows the family.
-_INNER = {"Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5"}
+_INNER = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vllm.model_executor.models.qwen3_5")
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ def _state(model: torch.nn.Module) -> Tensors:
             width = next(getattr(module, key) for key in sizes if hasattr(module, key))
             x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
             found[f"outputs of {name}"] = linear(x, module.weight, None)
-    return {name: raw(tensor).clone() for name, tensor in found.items()}
+    # Where sparse attention notes which tokens it has chosen, all layers in the same memory, nothing is before it runs.
+    return {
+        name: raw(tensor).clone()
+        for name, tensor in found.items()
+        if not name.endswith("topk_indices_buffer")
+    }
 
 
 def _unequal(live: torch.nn.Module, expected: Tensors) -> list[str]:
@@ -160,7 +168,7 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult | 
     Of a case whose model vLLM can't build on this CPU, vLLM's words.
     """
     _accept_latent_attention()
-    _accept_experts_without_gates()
+    accept_experts_without_gates()
     results = []
     for case in cases:
         if case.family:
@@ -187,25 +195,30 @@ def _accept_latent_attention() -> None:
     mla_attention.get_mla_prefill_backend = lambda config: Kernels
 
 
-def _accept_experts_without_gates() -> None:
-    """vLLM refuses them on CPUs for want of kernels; how their weights are held and loaded is Python."""
-    from vllm.model_executor.layers.fused_moe import config, layer
-    from vllm.platforms import current_platform
-
-    class Platform:
-        def __getattr__(self, name: str) -> Any:
-            return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
-
-    layer.current_platform = config.current_platform = Platform()
-
-
 def _know_architecture(path: str) -> None:
     """vLLM would start a process to learn what a class can do, for ten seconds where it has never asked before."""
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
-    [name] = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    written = json.loads((Path(path) / "config.json").read_text())
+    _know_configuration(Path(path), written)
+    [name] = written["architectures"]
     known = ModelRegistry.models.get(name) or _LazyRegisteredModel(_INNER[name], name)
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
+
+
+def _know_configuration(folder: Path, written: dict[str, Any]) -> None:
+    """Of a checkpoint that brings the class of its configuration: as with trust_remote_code, without its folder of copies."""
+    if "auto_map" not in written:
+        return
+    from transformers import AutoConfig
+
+    file, _, name = written["auto_map"]["AutoConfig"].partition(".")
+    spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    AutoConfig.register(written["model_type"], getattr(module, name), exist_ok=True)
 
 
 def _one_case(case: Case) -> RankResult | str:

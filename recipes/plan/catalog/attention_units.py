@@ -1,4 +1,4 @@
-"""Fused query, key and value projections, which both sides store in layouts of their own."""
+"""Fused query, key and value projections, which both sides store in layouts of their own, and norms over all heads."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class QueryKeyValue:
 
     def gen(self, place: Place) -> Iterator[Param]:
         tp = place.tp
-        # Where there are fewer key heads than ranks, neighbours share one (QKVParallelLinear.weight_loader).
-        shared = Shard(tp.rank * self.groups // tp.size, self.groups) if tp.size > self.groups else tp
+        shared = _among(tp, self.groups)
         parts: list[Part] = []
         row = 0
         for weight, shard in zip(self.weights(), (tp, shared, shared), strict=True):
@@ -97,3 +96,50 @@ class QueryKeyValue:
             ((start, start + rows), *tail_box),
             (slice(row, row + rows), *tail_index),
         )
+
+
+@dataclass(frozen=True)
+class NormOverHeads:
+    """A norm's scale of all query heads or all key heads, which both sides cut as the heads.
+
+    Attributes:
+        hf: Hugging Face name, and vLLM's.
+        megatron: Megatron's name.
+        heads: of queries or of keys.
+        head_dim: of each.
+    """
+
+    hf: str
+    megatron: str
+    heads: int
+    head_dim: int
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(self.hf, (self.heads * self.head_dim,))
+
+    def train(self, place: Place) -> Iterator[Param]:
+        yield self._param(self.megatron, place)
+
+    def gen(self, place: Place) -> Iterator[Param]:
+        yield self._param(self.hf, place)
+
+    def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        if sizes["tp"] < self.heads:
+            yield Division(f"the heads of {self.hf}", self.heads, "tp")
+        elif sizes["tp"] % self.heads:
+            yield Division(f"the heads of {self.hf}, each replicated equally often,", self.heads, "tp")
+
+    gen_divisions = train_divisions
+
+    def _param(self, name: str, place: Place) -> Param:
+        total = self.heads * self.head_dim
+        start, stop = _among(place.tp, self.heads).cut(total)
+        shape = (stop - start,)
+        part = Part(self.hf, (total,), ((start, stop),), (slice(0, stop - start),))
+        return Param(name, shape, place.dtype, (part,))
+
+
+def _among(tp: Shard, heads: int) -> Shard:
+    """A rank's place among those that share ``heads``: where there are fewer of them than ranks, neighbours have the same one
+    (``QKVParallelLinear.weight_loader`` of vLLM)."""
+    return Shard(tp.rank * heads // tp.size, heads) if tp.size > heads else tp

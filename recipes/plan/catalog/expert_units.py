@@ -11,16 +11,18 @@ from .units import Division, Mesh, Place, Shard, cut_box, everything, stack
 
 
 @dataclass(frozen=True)
-class GatedExperts:
-    """Experts with a gate, an up and a down matrix of their own in the checkpoint.
+class Experts:
+    """Experts with matrices of their own in the checkpoint: a gate, an up and a down matrix, or the last two alone.
 
     Attributes:
-        prefix: of the Hugging Face names ``{prefix}{expert}.{gate,up,down}_proj.weight``.
+        prefix: of the Hugging Face names ``{prefix}{expert}.{wide or narrow}.weight``.
         megatron: prefix of the names ``{megatron}linear_fc1.weight{expert}``, with global expert numbers.
         vllm: prefix of ``w13_weight`` and ``w2_weight``.
         count: experts.
         inner: rows of gate and up.
         outer: columns of gate and up.
+        wide: names of gate and up, or of up alone.
+        narrow: name of down.
     """
 
     prefix: str
@@ -29,6 +31,8 @@ class GatedExperts:
     count: int
     inner: int
     outer: int
+    wide: tuple[str, ...] = ("gate_proj", "up_proj")
+    narrow: str = "down_proj"
 
     def weights(self) -> Iterator[Weight]:
         for expert in range(self.count):
@@ -36,8 +40,8 @@ class GatedExperts:
 
     def train(self, place: Place) -> Iterator[Param]:
         for expert in range(*place.ep.cut(self.count)):
-            gate, up, down = self._of(expert)
-            yield stack(f"{self.megatron}linear_fc1.weight{expert}", (gate, up), place.etp, place.dtype)
+            *wide, down = self._of(expert)
+            yield stack(f"{self.megatron}linear_fc1.weight{expert}", wide, place.etp, place.dtype)
             box = cut_box(down.shape, 1, place.etp)
             shape = (self.outer, box[1][1] - box[1][0])
             part = Part(down.name, down.shape, box, everything(shape))
@@ -50,29 +54,29 @@ class GatedExperts:
         w13: list[Part] = []
         w2: list[Part] = []
         for local, expert in enumerate(range(first, last)):
-            gate, up, down = self._of(expert)
-            for weight, row in ((gate, 0), (up, height)):
-                index = (local, slice(row, row + height), slice(0, self.outer))
+            *wide, down = self._of(expert)
+            for block, weight in enumerate(wide):
+                index = (local, slice(block * height, (block + 1) * height), slice(0, self.outer))
                 w13.append(Part(weight.name, weight.shape, ((start, stop), (0, self.outer)), index))
             index = (local, slice(0, self.outer), slice(0, height))
             w2.append(Part(down.name, down.shape, ((0, self.outer), (start, stop)), index))
         count = last - first
-        yield Param(f"{self.vllm}w13_weight", (count, 2 * height, self.outer), place.dtype, tuple(w13))
+        rows = len(self.wide) * height
+        yield Param(f"{self.vllm}w13_weight", (count, rows, self.outer), place.dtype, tuple(w13))
         yield Param(f"{self.vllm}w2_weight", (count, self.outer, height), place.dtype, tuple(w2))
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         yield Division(f"the experts of {self.prefix}*", self.count, "ep")
-        yield Division(f"dimension 0 of {self.prefix}*.gate_proj.weight", self.inner, "etp")
+        yield Division(f"dimension 0 of {self.prefix}*.{self.wide[0]}.weight", self.inner, "etp")
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        yield Division(f"dimension 0 of {self.prefix}*.gate_proj.weight", self.inner, "etp")
+        yield Division(f"dimension 0 of {self.prefix}*.{self.wide[0]}.weight", self.inner, "etp")
 
-    def _of(self, expert: int) -> tuple[Weight, Weight, Weight]:
+    def _of(self, expert: int) -> tuple[Weight, ...]:
         name = f"{self.prefix}{expert}."
         return (
-            Weight(f"{name}gate_proj.weight", (self.inner, self.outer)),
-            Weight(f"{name}up_proj.weight", (self.inner, self.outer)),
-            Weight(f"{name}down_proj.weight", (self.outer, self.inner)),
+            *(Weight(f"{name}{wide}.weight", (self.inner, self.outer)) for wide in self.wide),
+            Weight(f"{name}{self.narrow}.weight", (self.outer, self.inner)),
         )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from .expert_units import GatedExperts, StackedExperts
+from .attention_units import NormOverHeads
+from .expert_units import Experts, StackedExperts
 from .nemotron_h import nemotron_h
 from .sections import (
     Architecture,
@@ -79,7 +80,7 @@ def _qwen3_moe(config: Config) -> Architecture:
         *attention(config, head_norms=True),
         norm("post_attention_layernorm", "pre_mlp_layernorm.weight", hidden),
         router("mlp.gate.weight", "mlp.router.weight", (experts, hidden)),
-        GatedExperts(
+        Experts(
             "mlp.experts.",
             "mlp.experts.",
             "mlp.experts.",
@@ -90,6 +91,61 @@ def _qwen3_moe(config: Config) -> Architecture:
     )
     count = config["num_hidden_layers"]
     return Architecture(tuple(decoder(config, [layer] * count, on_every_stage=True)), count)
+
+
+def _minimax_m2(config: Config) -> Architecture:
+    if not config.get("use_qk_norm") or config.get("qk_norm_type", "per_layer") != "per_layer":
+        raise CatalogError(
+            "a MiniMax-M2 model without a norm over all heads of a layer is not in the catalogue"
+        )
+    hidden, experts = config["hidden_size"], config["num_local_experts"]
+    heads, groups, head_dim = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    own, moe = "self_attention.", "block_sparse_moe."
+    layer = (
+        *attention(config),
+        *(
+            NormOverHeads(f"self_attn.{x}_norm.weight", f"{own}{x}_layernorm.weight", count, head_dim)
+            for x, count in (("q", heads), ("k", groups))
+        ),
+        norm("post_attention_layernorm", "pre_mlp_layernorm.weight", hidden),
+        router(f"{moe}gate.weight", "mlp.router.weight", (experts, hidden), gen_fp32=True),
+        router(f"{moe}e_score_correction_bias", "mlp.router.expert_bias", (experts,), torch.float32),
+        Experts(
+            f"{moe}experts.",
+            "mlp.experts.",
+            f"{moe}experts.",
+            experts,
+            config["intermediate_size"],
+            hidden,
+            wide=("w1", "w3"),
+            narrow="w2",
+        ),
+    )
+    count = config["num_hidden_layers"]
+    return Architecture(tuple(decoder(config, [layer] * count)), count)
+
+
+def _gemma(config: Config, *, head_norms: bool = False) -> Architecture:
+    """Norms before and behind attention and MLP; those behind stand in Megatron's projections before them."""
+    if config.get("attention_bias"):
+        raise CatalogError("biases of attention (attention_bias) are not in the catalogue")
+    hidden = config["hidden_size"]
+    layer = (
+        *attention(config, head_norms=head_norms),
+        norm("post_attention_layernorm", "self_attention.linear_proj.post_layernorm.weight", hidden),
+        norm("pre_feedforward_layernorm", "mlp.linear_fc1.layer_norm_weight", hidden),
+        *gated_mlp(hidden, config["intermediate_size"]),
+        norm("post_feedforward_layernorm", "mlp.linear_fc2.post_layernorm.weight", hidden),
+    )
+    count = config["num_hidden_layers"]
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    return Architecture(tuple(decoder({**config, **tied}, [layer] * count)), count)
+
+
+def _gemma3(config: Config) -> Architecture:
+    return _gemma(config, head_norms=True)
 
 
 def _latent_attention(config: Config) -> tuple[Unit, ...]:
@@ -163,7 +219,7 @@ def _experts_after_dense_layers(
             (experts,),
             torch.float32,
         ),
-        GatedExperts("mlp.experts.", "mlp.experts.", "mlp.experts.", experts, inner, hidden),
+        Experts("mlp.experts.", "mlp.experts.", "mlp.experts.", experts, inner, hidden),
         *(gated_mlp(hidden, inner * shared, "mlp.shared_experts.", "mlp.shared_experts.") if shared else ()),
     )
     count, first = config["num_hidden_layers"], config["first_k_dense_replace"]
@@ -239,6 +295,10 @@ def _gpt_oss(config: Config) -> Architecture:
 
 _FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "llama": _llama,
+    "mistral": _llama,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma3,
+    "minimax_m2": _minimax_m2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ....integration.layout import Box, box_of
-from .expert_units import GatedExperts
+from .expert_units import Experts
 from .storage import Param, Part, Weight
 from .units import Place, Shard, Unit, everything
 
@@ -21,7 +21,7 @@ _BUFFERS = ("e_score_correction_bias",)
 
 def fsdp_params(unit: Unit, place: Place) -> Iterator[Param]:
     """The parameters of one rank, under the model's own names, without those of which it has nothing."""
-    if isinstance(unit, GatedExperts):
+    if isinstance(unit, Experts):
         yield from _packed(unit, place)
         return
     for weight in unit.weights():
@@ -41,7 +41,7 @@ def chunk(shape: Sequence[int], shard: Shard) -> Box:
     return ((start, min(start + step, shape[0])), *box_of(shape[1:]))
 
 
-def _packed(unit: GatedExperts, place: Place) -> Iterator[Param]:
+def _packed(unit: Experts, place: Place) -> Iterator[Param]:
     weights = list(unit.weights())
     first, last = chunk((unit.count,), place.fsdp)[0]
     if first == last:

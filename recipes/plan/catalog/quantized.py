@@ -20,7 +20,7 @@ from ....integration.quantize.blocks import scale_box, scale_shape
 from ....integration.quantize.formats import Fp8Blockwise
 from ....integration.weights.quantizing import encoded_fragments
 from .attention_units import QueryKeyValue
-from .expert_units import GatedExperts
+from .expert_units import Experts
 from .fsdp_units import fsdp_params
 from .sections import Architecture, CatalogError, Section
 from .storage import Index, Param, Part, Weight
@@ -121,7 +121,7 @@ def _quantized(unit: Unit, format: Fp8Blockwise) -> Unit:
         case QueryKeyValue():
             linear = unit.kind == "weight"
         case _:
-            linear = isinstance(unit, Stacked | GatedExperts)
+            linear = isinstance(unit, Stacked | Experts)
     return Quantized(unit, format) if linear else unit
 
 

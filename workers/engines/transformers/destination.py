@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 
 _FP8 = Fp8Blockwise()
-# Style of transformers' TP plan → dimension of a two-dimensional checkpoint weight that it shards; None: whole.
+# Style of transformers' TP plan → dimension of a matrix that it shards; None: whole. Of stacked experts it shards each matrix.
 _WEIGHT_DIM: dict[str | None, int | None] = {
     None: None,
     "colwise": 0,
@@ -35,7 +35,10 @@ _WEIGHT_DIM: dict[str | None, int | None] = {
     "rowwise_rep": 1,
     "rowwise_split_input": 1,
     "replicated_with_grad_allreduce": None,
+    "mla_kv_a_proj": None,
 }
+# A weight that is gate and up one after the other in the checkpoint, too, has each of them shared out.
+_JOINED = "packed_colwise"
 # A row-parallel bias is added once, after the reduction, and so stands whole everywhere.
 _BIAS_DIM = {style: (0 if dim == 0 else None) for style, dim in _WEIGHT_DIM.items()}
 
@@ -199,10 +202,18 @@ class TransformersFp8Destination(TransformersDestination):
 
 @dataclass(frozen=True)
 class _Slot:
-    """A part of a local parameter that one checkpoint weight fills: the view, and the parameter's name."""
+    """A part of a local parameter that one checkpoint weight fills.
+
+    Attributes:
+        parameter: its name.
+        view: the part.
+        order: how it is the parameter's: ``same`` for all of it as it is, ``transposed``, or ``part`` for one of several
+            weights that transformers joins.
+    """
 
     parameter: str
     view: torch.Tensor
+    order: Literal["same", "transposed", "part"]
 
 
 class TensorParallelPlacement:
@@ -221,9 +232,10 @@ class TensorParallelPlacement:
         ).keys()
         self._parameters = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {}) if tp_size > 1 else {}
-        self._renamings = _renamings(model)
-        self._packed = list(_packed_experts(model))
-        self._transposed = list(_transposed(model))
+        conversions = _conversions(model)
+        self._renamings = _renamings(conversions)
+        self._packed = list(_packed_experts(conversions))
+        self._transposed = list(_transposed(conversions))
         self._tp_rank = tp_rank
         self._tp_size = tp_size
 
@@ -242,7 +254,7 @@ class TensorParallelPlacement:
             if slot is None:
                 continue
             try:
-                fragments.append(self._fragment(spec, slot))
+                fragments += self._fragments(spec, slot)
             except ValueError as problem:
                 problems.append(str(problem))
                 continue
@@ -266,35 +278,49 @@ class TensorParallelPlacement:
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         if name in self._parameters:
-            view = self._parameters[name].data
+            whole = self._parameters[name].data
             for transposed in self._transposed:
                 if transposed.source.search(name):
-                    view = transposed.part(view, spec.shape)
-            return _Slot(name, view)
+                    view = transposed.part(whole, spec.shape)
+                    return _Slot(name, view, "same" if view is whole else "transposed")
+            return _Slot(name, whole, "same")
         for packed in self._packed:
             found = packed.match(name)
             if found and found.parameter in self._parameters:
-                return _Slot(found.parameter, found.part(self._parameters[found.parameter].data))
+                part = found.part(self._parameters[found.parameter].data)
+                return _Slot(found.parameter, part, "part")
         return None
 
-    def _fragment(self, spec: TensorSpec, slot: _Slot) -> Fragment:
+    def _fragments(self, spec: TensorSpec, slot: _Slot) -> list[Fragment]:
         style = self._style(slot.parameter)
         if style not in _WEIGHT_DIM:
             raise ValueError(f"{spec.name}: no shard rule for the tensor-parallel style {style!r}")
         dim = (_BIAS_DIM if len(spec.shape) == 1 else _WEIGHT_DIM)[style]
         local = tuple(slot.view.shape)
         full = list(local)
-        box: list[tuple[int, int]] = [(0, n) for n in local]
         if dim is not None:
+            if slot.order == "transposed":
+                raise ValueError(f"{spec.name}: no shard rule for what transformers transposes and TP cuts")
+            dim += len(local) == 3  # of each expert's matrix
             full[dim] *= self._tp_size
-            box[dim] = (self._tp_rank * local[dim], (self._tp_rank + 1) * local[dim])
         if spec.shape != tuple(full):
             raise ValueError(
                 f"{spec.name}: the trainer exports {list(spec.shape)}, the engine's shards make up {full} "
                 f"(style {style}, TP {self._tp_size})"
             )
-        wanted: Box = tuple(box)
-        return Fragment(spec.name, spec.shape, wanted, slot.view)
+        if dim is None:
+            return [Fragment(spec.name, spec.shape, box_of(local), slot.view)]
+        blocks = 2 if style == _JOINED and slot.order == "same" and len(local) > 1 else 1
+        length = local[dim] // blocks
+        found = []
+        for block in range(blocks):
+            box = list(box_of(local))
+            first = (block * self._tp_size + self._tp_rank) * length
+            box[dim] = (first, first + length)
+            found.append(
+                Fragment(spec.name, spec.shape, tuple(box), slot.view.narrow(dim, block * length, length))
+            )
+        return found
 
     def _style(self, parameter: str) -> str | None:
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
@@ -346,20 +372,24 @@ class _Transposed:
         return parameter.transpose(*self.dims)
 
 
-def _renamings(model: Any) -> list[Any]:
-    """What gives checkpoint weights the names that the model has for them, in transformers' order."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _conversions(model: Any) -> list[Any]:
+    """What transformers does with checkpoint weights as it loads this model, those of models inside of it too, in its order."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _renamings(conversions: Sequence[Any]) -> list[Any]:
+    """What gives checkpoint weights the names that the model has for them."""
     from transformers.core_model_loading import WeightRenaming
 
-    found = get_checkpoint_conversion_mapping(model.config.model_type) or []
-    return [renaming for renaming in found if isinstance(renaming, WeightRenaming)]
+    return [renaming for renaming in conversions if isinstance(renaming, WeightRenaming)]
 
 
-def _packed_experts(model: Any) -> Iterator[_PackedExperts]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _packed_experts(conversions: Sequence[Any]) -> Iterator[_PackedExperts]:
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    for converter in get_checkpoint_conversion_mapping(model.config.model_type) or []:
+    for converter in conversions:
         if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
             continue
         merge, *join = converter.operations
@@ -373,11 +403,10 @@ def _packed_experts(model: Any) -> Iterator[_PackedExperts]:
             yield _PackedExperts(patterns, converter.target_patterns[0])
 
 
-def _transposed(model: Any) -> Iterator[_Transposed]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _transposed(conversions: Sequence[Any]) -> Iterator[_Transposed]:
     from transformers.core_model_loading import Transpose, WeightConverter
 
-    for converter in get_checkpoint_conversion_mapping(model.config.model_type) or []:
+    for converter in conversions:
         if not isinstance(converter, WeightConverter) or len(converter.operations) != 1:
             continue
         turn, sources = converter.operations[0], converter.source_patterns

@@ -107,7 +107,7 @@ class TransformersEngine(DestinationRefitMixin):
 
 
 def _model_class(model_path: str) -> Any:
-    """The automatic class that makes the model: of text alone, or, where that has none of its kind, of images too."""
+    """The automatic class that makes the model: of images too if the checkpoint is of such a class, or there is no other."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -116,10 +116,16 @@ def _model_class(model_path: str) -> Any:
         AutoModelForImageTextToText,
     )
 
-    kind = type(AutoConfig.from_pretrained(model_path))
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    config = AutoConfig.from_pretrained(model_path)
+    kind = type(config)
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    saved = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind].__name__ in (config.architectures or ())
+    return (
+        AutoModelForImageTextToText
+        if saved or kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
 
 
 def _completion(

@@ -203,6 +203,7 @@ def _import_and_replace() -> None:
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
+    import megatron.core.transformer.experimental_attention_variant.absorbed_mla
 
     from .cpu_te import place_standins
 

@@ -301,6 +301,7 @@ _STANDINS = (
 def place_standins() -> None:
     """Put the stand-ins wherever Megatron-core's loaded modules name the Transformer Engine classes."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+    import megatron.core.transformer.moe.moe_layer as moe_layer
     import megatron.core.transformer.transformer_block as transformer_block
 
     replacements: dict[str, Any] = {standin.__name__: standin for standin in _STANDINS}
@@ -309,6 +310,6 @@ def place_standins() -> None:
         if name.startswith("megatron.core"):
             for attribute in replacements.keys() & vars(module).keys():
                 setattr(module, attribute, replacements[attribute])
-    # Both were decided when these modules found no Transformer Engine.
-    layer_specs.HAVE_TE = True
+    # All were decided when these modules found no Transformer Engine.
+    layer_specs.HAVE_TE = moe_layer.HAVE_TE = True
     transformer_block.LayerNormImpl = TENorm

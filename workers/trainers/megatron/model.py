@@ -297,6 +297,9 @@ def set_for_cpu(provider: Any) -> None:
         "persist_layer_norm",
     ):
         setattr(provider, fusion, False)
+    if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
+        # DeepEP's and HybridEP's kernels; this one moves tokens by collectives.
+        provider.moe_token_dispatcher_type = "alltoall"
     # The unfused softmax would otherwise round to bfloat16, where flash attention keeps float32.
     provider.attention_softmax_in_fp32 = True
 
