@@ -56,6 +56,8 @@ def write_checkpoint(kind: str, folder: Path, **changes: Any) -> str:
         )
     elif kind == "qwen3-moe":
         config = transformers.Qwen3MoeConfig(**shape, **_OF_QWEN3, **_MOE)
+    elif kind == "gpt-oss":
+        config = transformers.GptOssConfig(**shape, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
     elif kind == "llama":
         config = transformers.LlamaConfig(**shape)
     else:

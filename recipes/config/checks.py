@@ -409,7 +409,6 @@ def _trainer_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violatio
         config, bad, {"one copy of the dense layers": dense, "one copy of the experts": experts}
     )
     yield from _stages(config)
-    yield from _context(config)
     yield from _memory(config)
 
 
@@ -542,16 +541,6 @@ def _stages(config: TrainConfig) -> Iterator[Violation]:
     for problem in pipeline_layout_violations(layout, stages):
         concerned = (keys[0], "trainer.pipeline_parallel", "trainer.virtual_pipeline")
         yield Violation(concerned, f"{keys[0]}: {layout!r} can't be used: {problem}")
-
-
-def _context(config: TrainConfig) -> Iterator[Violation]:
-    size = config.trainer.context_parallel
-    if size > 1:
-        yield Violation(
-            ("trainer.context_parallel",),
-            f"trainer.context_parallel: {size}, but log-probabilities are computed on whole rows; give 1, and for long "
-            "rows a larger trainer.tensor_parallel (sequence parallelism comes with it) or trainer.recompute",
-        )
 
 
 def _memory(config: TrainConfig) -> Iterator[Violation]:

@@ -16,7 +16,8 @@ from ...workers.trainers.colocated import MegatronRank
 from ...workers.trainers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
-from .forward import run_schedule, token_entropy, token_logprobs
+from .context import whole_rows
+from .forward import aligned, run_schedule, token_entropy, token_logprobs
 from .state import Files, restore_training_state, training_state
 
 
@@ -36,11 +37,6 @@ class MegatronPolicyConfig(PolicyConfig):
 
     def violations(self) -> list[str]:
         found = []
-        if self.layout.context_parallel != 1:
-            found.append(
-                f"layout.context_parallel is {self.layout.context_parallel}; log-probabilities are computed on "
-                "whole rows, so give 1 and use tensor_parallel (with sequence parallelism) for long rows"
-            )
         if self.dtype == torch.float16:
             found.append(
                 "dtype is float16, whose gradients need a loss scale, and there is none; give bfloat16 or float32"
@@ -183,7 +179,7 @@ class MegatronPolicy(Policy):
             batch,
             data_parallel=parallel_state.get_data_parallel_world_size(),
             micro_batch=self.config.micro_batch,
-            token_multiple=layout.tensor_parallel,
+            token_multiple=_token_multiple(layout),
             micro_batch_multiple=layout.pipeline_parallel if layout.virtual_pipeline else 1,
         )
         return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(rank_device())
@@ -197,7 +193,8 @@ class MegatronPolicy(Policy):
         columns = logits.shape[-1]
         valid = self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
         group = parallel_state.get_tensor_model_parallel_group()
-        return token_entropy(logits, self.config.temperature, min(columns, valid), group)
+        entropy = token_entropy(logits, self.config.temperature, min(columns, valid), group)
+        return aligned(whole_rows(entropy))
 
     def _logprobs(self, model: list[Any], batch: PolicyBatch) -> Tensor:
         from megatron.core import parallel_state
@@ -238,6 +235,12 @@ class MegatronPolicy(Policy):
         )
         assert message[0] is not None
         return message[0]
+
+
+def _token_multiple(layout: MegatronLayout) -> int:
+    """What row lengths must be multiples of: two chunks for each context-parallel rank, whose part TP cuts once more."""
+    context, tensor = layout.context_parallel, layout.tensor_parallel
+    return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
 def _offload_problems(distributed_optimizer: bool) -> list[str]:

@@ -82,6 +82,11 @@ def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
     return reports
 
 
+def four_ranks(rank: int, trained: dict[str, Case]) -> dict[str, scenes.Report]:
+    """Layouts that two ranks can't have."""
+    return train_all(trained)
+
+
 def two_ranks(
     rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, bad: dict[str, str], root: str
 ) -> dict[str, Any]:
