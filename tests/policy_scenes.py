@@ -86,8 +86,8 @@ def plain_logprobs(model: Any) -> torch.Tensor:
     return functional.pad(picked, (1, 0))
 
 
-def loss_config(kl_coef: float = 0.0) -> PolicyLossConfig:
-    return PolicyLossConfig(aggregation="token", kl_coef=kl_coef)
+def loss_config(kl_coef: float = 0.0, aggregation: str = "token") -> PolicyLossConfig:
+    return PolicyLossConfig(aggregation=aggregation, kl_coef=kl_coef)
 
 
 def token_ids() -> torch.Tensor:

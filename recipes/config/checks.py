@@ -368,6 +368,7 @@ _FSDP_ONLY = (
 _INSTEAD = {
     "trainer.pipeline_parallel": "FSDP shards every layer over the ranks",
     "trainer.expert_parallel": "FSDP shards the experts like all else",
+    "trainer.context_parallel": "transformers' attention is computed on whole rows; trainer.recompute is there for long ones",
     "trainer.distributed_optimizer": "FSDP always shards the optimizer's state",
     "trainer.recompute.modules": "FSDP recomputes whole layers",
     "trainer.optimizer.cpu_offload_fraction": "trainer.fsdp.cpu_offload=true offloads all",

@@ -54,6 +54,10 @@ class MegatronPolicy(Policy):
         model: this rank's model chunks, in Megatron's DDP.
         bridge: Megatron-Bridge's ``AutoBridge`` for them.
         reference: the frozen initial policy's chunks, or None if the loss has no ``kl_coef``.
+
+    Raises:
+        ValueError: the model can't be built so (:func:`~...workers.trainers.megatron.model.build_megatron`), or has context
+            parallelism and is more than a model of text.
     """
 
     config: MegatronPolicyConfig
@@ -64,6 +68,8 @@ class MegatronPolicy(Policy):
         super().__init__(config)
         built = self._build(trained=True)
         self.model = built.model
+        if config.layout.context_parallel > 1:
+            _check_takes_parts_of_rows(self.model)
         self.bridge = built.bridge
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -235,6 +241,20 @@ class MegatronPolicy(Policy):
         )
         assert message[0] is not None
         return message[0]
+
+
+def _check_takes_parts_of_rows(model: list[Any]) -> None:
+    """Raise ValueError if the model would take a part of a row for a whole one."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.utils import unwrap_model
+
+    kind = type(unwrap_model(model)[0])
+    if not issubclass(kind, GPTModel | HybridModel):
+        raise ValueError(
+            f"context_parallel is above 1, and {kind.__name__}, a model of more than text, wants whole rows, which it cuts "
+            "itself; Megatron's GPTModel and HybridModel take parts. Give context_parallel 1"
+        )
 
 
 def _token_multiple(layout: MegatronLayout) -> int:

@@ -26,6 +26,7 @@ class Case:
     distributed_optimizer: bool = True
     micro_batch: int = 2
     kl_coef: float = 0.0
+    aggregation: str = "token"
     trimmed: bool = True
     recompute: dict[str, Any] | None = None
     eps: float = scenes.ADAM.eps
@@ -41,7 +42,7 @@ def make_policy(case: Case) -> Any:
     config = MegatronPolicyConfig(
         case.model_path,
         MegatronLayout(**case.layout),
-        loss=scenes.loss_config(case.kl_coef),
+        loss=scenes.loss_config(case.kl_coef, case.aggregation),
         optimizer=replace(scenes.ADAM, eps=case.eps, **decay),
         micro_batch=case.micro_batch,
         temperature=scenes.TEMPERATURE,

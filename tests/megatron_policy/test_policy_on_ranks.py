@@ -108,6 +108,8 @@ def run_all_cases(root: Path) -> World:
         trained[f"{name} in bfloat16"] = replace(trained[name], dtype="bfloat16")
     for name, recompute in RECOMPUTED.items():
         trained[f"{name} recomputing"] = replace(trained[name], recompute=recompute)
+    of_grpo = {"kl_coef": 0.1, "aggregation": "sequence"}
+    trained["CP2 with GRPO's loss"] = replace(trained["CP2"], **of_grpo)
     trained["DP2 without distributed optimizer"] = Case(paths["qwen3"], distributed_optimizer=False)
     resumed = {
         "TP2_EP2": Case(paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8),
@@ -119,7 +121,7 @@ def run_all_cases(root: Path) -> World:
         "PP2_in_NVFP4": Case(paths["qwen3"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
     }
     alone = {name: Case(path) for name, path in paths.items()}
-    alone["kl"] = Case(paths["qwen3"], kl_coef=0.1)
+    alone["kl"] = Case(paths["qwen3"], **of_grpo)
     # The oracle of all layouts computes every row as wide as the longest.
     alone = {name: replace(case, trimmed=False) for name, case in alone.items()}
     alone["one row at a time"] = Case(paths["qwen3"], micro_batch=1)
@@ -181,12 +183,13 @@ def test_log_probabilities_in_bfloat16_stay_within_its_rounding(world: World, ca
         assert difference.quantile(0.97 if "EP" in case else 1.0) < 0.02
 
 
-@pytest.mark.parametrize("case", [*ALL, "DP2 without distributed optimizer"])
+@pytest.mark.parametrize("case", [*ALL, "CP2 with GRPO's loss", "DP2 without distributed optimizer"])
 def test_training_on_several_ranks_reports_and_moves_the_weights_as_a_single_rank_does(
     world: World, case: str
 ) -> None:
     # Sums in other orders: rounding of float32, which Adam does not enlarge with such an eps (ADAM in tests/policy_scenes.py).
-    alone = world.single["trained"][ALL[case.partition(" without")[0]][0]]
+    wanted = {"CP2 with GRPO's loss": "kl", "DP2 without distributed optimizer": "qwen3"}.get(case)
+    alone = world.single["trained"][wanted or ALL[case][0]]
     for report in on_all(world, case):
         for ours, wanted in zip(report.metrics, alone.metrics, strict=True):
             assert ours == pytest.approx(wanted, rel=2e-4, abs=2e-6)
@@ -227,6 +230,8 @@ def test_rates_are_those_that_every_trainer_takes(world: World, decay: str) -> N
 
 def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None:
     assert_reference_stays(world.single["trained"]["kl"])
+    for report in on_all(world, "CP2 with GRPO's loss"):
+        assert_reference_stays(report)
 
 
 @pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "PP2_in_NVFP4"])
