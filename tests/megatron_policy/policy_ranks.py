@@ -92,6 +92,7 @@ def two_ranks(
     rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, bad: dict[str, str], root: str
 ) -> dict[str, Any]:
     """All that needs two ranks; only rank 1's folder of ``bad`` is damaged."""
+    from rlrefit.recipes.policy.megatron import _check_takes_parts_of_rows
     from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
@@ -111,6 +112,10 @@ def two_ranks(
     except ValueError as error:
         found["second layout"] = str(error)
     leave_layout()
+    try:
+        _check_takes_parts_of_rows([torch.nn.Linear(1, 1)])
+    except ValueError as error:
+        found["another model"] = str(error)
     return found
 
 

@@ -255,6 +255,10 @@ def test_a_process_holds_models_of_one_layout_only(world: World) -> None:
     assert all("one layout per process" in rank["second layout"] for rank in world.double)
 
 
+def test_a_model_that_is_none_of_megatrons_language_models_gets_no_parts_of_rows(world: World) -> None:
+    assert all("Linear" in rank["another model"] for rank in world.double)
+
+
 def test_the_stand_ins_are_announced_once_and_leave_torch_itself_as_it_was(world: World) -> None:
     assert len(world.single["warnings"]) == 1
     assert not any(world.single["changed"].values()), world.single["changed"]
