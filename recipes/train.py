@@ -215,7 +215,8 @@ def _headline(config: TrainConfig, model_path: str) -> str:
 def _trainer_text(trainer: TrainerConfig) -> str:
     tp = trainer.tensor_parallel
     if trainer.backend != "fsdp":
-        return f"TP{tp} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}"
+        cp = f" CP{trainer.context_parallel}" if trainer.context_parallel > 1 else ""
+        return f"TP{tp} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}{cp}"
     copies = trainer.fsdp.replicate
     shards = trainer.ranks // (copies * tp)
     return (f"HSDP{copies}x{shards}" if copies > 1 else f"FSDP{shards}") + (f" TP{tp}" if tp > 1 else "")

@@ -56,6 +56,8 @@ def write_checkpoint(kind: str, folder: Path, **changes: Any) -> str:
         )
     elif kind == "qwen3-moe":
         config = transformers.Qwen3MoeConfig(**shape, **_OF_QWEN3, **_MOE)
+    elif kind == "gpt-oss":
+        config = transformers.GptOssConfig(**shape, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
     elif kind == "llama":
         config = transformers.LlamaConfig(**shape)
     else:
@@ -84,8 +86,8 @@ def plain_logprobs(model: Any) -> torch.Tensor:
     return functional.pad(picked, (1, 0))
 
 
-def loss_config(kl_coef: float = 0.0) -> PolicyLossConfig:
-    return PolicyLossConfig(aggregation="token", kl_coef=kl_coef)
+def loss_config(kl_coef: float = 0.0, aggregation: str = "token") -> PolicyLossConfig:
+    return PolicyLossConfig(aggregation=aggregation, kl_coef=kl_coef)
 
 
 def token_ids() -> torch.Tensor:

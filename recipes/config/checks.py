@@ -406,6 +406,7 @@ _FSDP_ONLY = (
 _INSTEAD = {
     "trainer.pipeline_parallel": "FSDP shards every layer over the ranks",
     "trainer.expert_parallel": "FSDP shards the experts like all else",
+    "trainer.context_parallel": "transformers' attention is computed on whole rows; trainer.recompute is there for long ones",
     "trainer.distributed_optimizer": "FSDP always shards the optimizer's state",
     "trainer.recompute.modules": "FSDP recomputes whole layers",
     "trainer.optimizer.cpu_offload_fraction": "trainer.fsdp.cpu_offload=true offloads all",
@@ -447,7 +448,6 @@ def _trainer_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violatio
         config, bad, {"one copy of the dense layers": dense, "one copy of the experts": experts}
     )
     yield from _stages(config)
-    yield from _context(config)
     yield from _memory(config)
 
 
@@ -580,16 +580,6 @@ def _stages(config: TrainConfig) -> Iterator[Violation]:
     for problem in pipeline_layout_violations(layout, stages):
         concerned = (keys[0], "trainer.pipeline_parallel", "trainer.virtual_pipeline")
         yield Violation(concerned, f"{keys[0]}: {layout!r} can't be used: {problem}")
-
-
-def _context(config: TrainConfig) -> Iterator[Violation]:
-    size = config.trainer.context_parallel
-    if size > 1:
-        yield Violation(
-            ("trainer.context_parallel",),
-            f"trainer.context_parallel: {size}, but log-probabilities are computed on whole rows; give 1, and for long "
-            "rows a larger trainer.tensor_parallel (sequence parallelism comes with it) or trainer.recompute",
-        )
 
 
 def _memory(config: TrainConfig) -> Iterator[Violation]:

@@ -140,6 +140,13 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 )
             )
     divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
+    if trainer.context_parallel > 1 and text is not hf_config:
+        problem = (
+            f"{trainer.context_parallel}, but only models of text alone take rows that are cut before; give 1"
+        )
+        found.append(
+            Violation(("trainer.context_parallel", "model.path"), f"trainer.context_parallel: {problem}")
+        )
     found += _stage_violations(config, text.get("num_hidden_layers"))
     if config.policy.qat != "off":
         for wrong, problem in (

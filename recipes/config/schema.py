@@ -361,7 +361,8 @@ class TrainerConfig:
             above.
         expert_parallel: EP.
         expert_tensor_parallel: TP of the experts. Megatron-core's own default is ``tensor_parallel``.
-        context_parallel: CP.
+        context_parallel: CP: each of so many ranks computes two chunks of every row. Rows are padded to a multiple of twice as
+            many tokens.
         micro_batch_size: sequences of one forward and backward pass.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks.
         fp8_param: linear layers compute in FP8 and keep their weights so, in blocks of 128 by 128 (Transformer Engine's blockwise

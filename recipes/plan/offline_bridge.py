@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import fnmatch
 import functools
 import importlib
@@ -104,8 +103,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 def accept_any_attention() -> None:
     """Build Megatron's own attention for any model.
 
-    It stands in for Transformer Engine's, and knows neither of head sizes that differ nor of context parallelism. It
-    never runs, and has no weights that depend on them.
+    It stands in for Transformer Engine's, and knows nothing of head sizes that differ. It never runs, and has no weights
+    that depend on them.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -115,8 +114,6 @@ def accept_any_attention() -> None:
     def init(
         self: Any, config: Any, *args: Any, k_channels: Any = 0, v_channels: Any = 0, **kwargs: Any
     ) -> None:
-        config = copy.copy(config)
-        config.context_parallel_size = 1
         real(self, config, *args, **kwargs)
 
     DotProductAttention.__init__ = init

@@ -130,7 +130,7 @@ class BatchSplit:
             batch: the whole batch.
             data_parallel: number of data-parallel ranks.
             micro_batch: rows of a micro-batch, at most.
-            token_multiple: row lengths must be multiples of it (TP size, under sequence parallelism).
+            token_multiple: row lengths must be multiples of it, since sequence and context parallelism cut rows.
             micro_batch_multiple: the number of micro-batches must be a multiple of it (PP size, under the
                 interleaved schedule).
         """

@@ -10,42 +10,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batch import BatchSplit, PolicyBatch
+from .context import own_tokens, whole_rows
 
 # Entropy, and log-probabilities under FSDP, take float32 copies of the logits of so many tokens of each row.
 TOKENS_AT_A_TIME = 512
+
+
+def aligned(of_next: Tensor) -> Tensor:
+    """``[B, S]`` with each token's value in its own place, from that of the place before it; column 0 is 0."""
+    return torch.nn.functional.pad(of_next[:, :-1], (1, 0))
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """Log-probability of each token given the ones before it, from vocabulary-parallel logits.
 
     Args:
-        logits: ``[B, S, V/TP]``, this tensor-parallel rank's columns. Overwritten where they are float32.
+        logits: ``[B, S / CP, V/TP]``, this tensor-parallel rank's columns of this context-parallel rank's tokens. Overwritten
+            where they are float32.
         input_ids: ``[B, S]`` int64.
         temperature: logits are divided by it, as the sampler does.
         vocab_size: of the checkpoint; columns from there on are padding and get no probability.
 
     Returns:
-        ``[B, S]`` float32 in nats with gradient; column 0 is 0.
+        ``[B, S]`` float32 in nats, on all context-parallel ranks, with gradient for this one's logits; column 0 is 0.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    predictions = logits[:, :-1].float()
+    # Before the row is cut: the token behind a chunk is another rank's. The last one predicts nothing that is asked for.
+    targets = own_tokens(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))
+    predictions = logits.float()
     if temperature != 1.0:
         predictions = predictions / temperature
     first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
     if first + logits.shape[-1] > vocab_size:
         columns = torch.arange(first, first + logits.shape[-1], device=logits.device)
         predictions = predictions.masked_fill(columns >= vocab_size, float("-inf"))
-    logprobs = -vocab_parallel_cross_entropy(predictions.contiguous(), input_ids[:, 1:].contiguous())
-    return torch.nn.functional.pad(logprobs, (1, 0))
+    return aligned(whole_rows(-vocab_parallel_cross_entropy(predictions.contiguous(), targets)))
 
 
 @torch.no_grad()
 def token_entropy(
     logits: Tensor, temperature: float, columns: int, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Entropy of the distribution that each token was drawn from.
+    """Entropy of the distribution that the logits of each place give.
 
     Args:
         logits: ``[B, S, V]``, or this tensor-parallel rank's columns of them; left as they are.
@@ -54,10 +62,10 @@ def token_entropy(
         group: the tensor-parallel ranks, where each has its columns alone.
 
     Returns:
-        ``[B, S]`` float32 in nats; column 0 is 0.
+        ``[B, S]`` float32 in nats.
     """
     entropies = []
-    for part in logits[:, :-1, :columns].split(TOKENS_AT_A_TIME, dim=1):
+    for part in logits[:, :, :columns].split(TOKENS_AT_A_TIME, dim=1):
         scores = part.float() / temperature
         top = scores.amax(-1, keepdim=True)
         if group is not None:
@@ -68,7 +76,7 @@ def token_entropy(
         if group is not None:
             dist.all_reduce(total, group=group)
         entropies.append(total[0].log() - total[1] / total[0])
-    return torch.nn.functional.pad(torch.cat(entropies, 1), (1, 0))
+    return torch.cat(entropies, 1)
 
 
 def run_schedule(
@@ -85,7 +93,7 @@ def run_schedule(
         model: this rank's chunks.
         batch: this data-parallel rank's part, ``split.local(...)``, on the model's device.
         split: of the whole batch.
-        on_logits: on the last pipeline stage, (logits ``[B, S, V/TP]``, micro-batch) to (loss, result).
+        on_logits: on the last pipeline stage, (logits ``[B, S / CP, V/TP]``, micro-batch of whole rows) to (loss, result).
             The schedule takes the *mean* of the losses over micro-batches.
         forward_only: leave the backward out.
 
@@ -97,9 +105,10 @@ def run_schedule(
 
     def step(micro_batches: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
         part = next(micro_batches)
-        positions = torch.arange(part.input_ids.shape[1], device=part.input_ids.device)
+        places = torch.arange(part.input_ids.shape[1], device=part.input_ids.device)
+        tokens, places = own_tokens(part.input_ids), own_tokens(places.expand_as(part.input_ids))
         # No mask: attention is causal, so the padding on the right is seen by padding only.
-        output = chunk(part.input_ids, positions.expand_as(part.input_ids), None)
+        output = chunk(tokens, places, None)
         return output, lambda logits: on_logits(logits, part)
 
     iterators = [split.parts(batch) for _ in model]

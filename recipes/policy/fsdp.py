@@ -26,7 +26,7 @@ from ...workers.trainers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
 from ..algorithms.rates import learning_rate
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
-from .forward import TOKENS_AT_A_TIME, token_entropy
+from .forward import TOKENS_AT_A_TIME, aligned, token_entropy
 from .state import Files, random_state, set_random_state
 from .state_fsdp import load_sharded, save_sharded
 
@@ -164,7 +164,7 @@ class FSDPPolicy(Policy):
         return -loss.view_as(targets)
 
     def _token_entropy(self, logits: Tensor) -> Tensor:
-        return token_entropy(logits, self.config.temperature, logits.shape[-1])
+        return aligned(token_entropy(logits, self.config.temperature, logits.shape[-1]))
 
     def _logits(self, model: Any, part: PolicyBatch) -> Tensor:
         # No mask: attention is causal, so the padding on the right is seen by padding only.

@@ -16,7 +16,8 @@ from ...workers.trainers.colocated import MegatronRank
 from ...workers.trainers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
-from .forward import run_schedule, token_entropy, token_logprobs
+from .context import whole_rows
+from .forward import aligned, run_schedule, token_entropy, token_logprobs
 from .state import Files, restore_training_state, training_state
 
 # Transformer Engine's FP8 products take tokens by so many.
@@ -41,11 +42,6 @@ class MegatronPolicyConfig(PolicyConfig):
 
     def violations(self) -> list[str]:
         found = []
-        if self.layout.context_parallel != 1:
-            found.append(
-                f"layout.context_parallel is {self.layout.context_parallel}; log-probabilities are computed on "
-                "whole rows, so give 1 and use tensor_parallel (with sequence parallelism) for long rows"
-            )
         if self.dtype == torch.float16:
             found.append(
                 "dtype is float16, whose gradients need a loss scale, and there is none; give bfloat16 or float32"
@@ -67,6 +63,10 @@ class MegatronPolicy(Policy):
         model: this rank's model chunks, in Megatron's DDP.
         bridge: Megatron-Bridge's ``AutoBridge`` for them.
         reference: the frozen initial policy's chunks, or None if the loss has no ``kl_coef``.
+
+    Raises:
+        ValueError: the model can't be built so (:func:`~...workers.trainers.megatron.model.build_megatron`), or has context
+            parallelism and is more than a model of text.
     """
 
     config: MegatronPolicyConfig
@@ -77,6 +77,8 @@ class MegatronPolicy(Policy):
         super().__init__(config)
         built = self._build(trained=True)
         self.model = built.model
+        if config.layout.context_parallel > 1:
+            _check_takes_parts_of_rows(self.model)
         self.bridge = built.bridge
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -197,7 +199,7 @@ class MegatronPolicy(Policy):
             batch,
             data_parallel=parallel_state.get_data_parallel_world_size(),
             micro_batch=self.config.micro_batch,
-            token_multiple=layout.tensor_parallel * (_FP8_TOKENS if self.config.fp8_param else 1),
+            token_multiple=_token_multiple(layout, _FP8_TOKENS if self.config.fp8_param else 1),
             micro_batch_multiple=layout.pipeline_parallel if layout.virtual_pipeline else 1,
         )
         return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(rank_device())
@@ -211,7 +213,8 @@ class MegatronPolicy(Policy):
         columns = logits.shape[-1]
         valid = self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
         group = parallel_state.get_tensor_model_parallel_group()
-        return token_entropy(logits, self.config.temperature, min(columns, valid), group)
+        entropy = token_entropy(logits, self.config.temperature, min(columns, valid), group)
+        return aligned(whole_rows(entropy))
 
     def _logprobs(self, model: list[Any], batch: PolicyBatch) -> Tensor:
         from megatron.core import parallel_state
@@ -259,6 +262,29 @@ def _no_fp8() -> str:
         return "this process has no GPU"
     major, minor = torch.cuda.get_device_capability()
     return "" if major >= 9 else f"this one has compute capability {major}.{minor}"
+
+
+def _check_takes_parts_of_rows(model: list[Any]) -> None:
+    """Raise ValueError if the model would take a part of a row for a whole one."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.utils import unwrap_model
+
+    kind = type(unwrap_model(model)[0])
+    if not issubclass(kind, GPTModel | HybridModel):
+        raise ValueError(
+            f"context_parallel is above 1, and {kind.__name__}, a model of more than text, wants whole rows, which it cuts "
+            "itself; Megatron's GPTModel and HybridModel take parts. Give context_parallel 1"
+        )
+
+
+def _token_multiple(layout: MegatronLayout, tokens: int) -> int:
+    """What row lengths must be multiples of, where a rank computes with its tokens by ``tokens``.
+
+    With context parallelism a rank has two chunks of a row, whose whole TP cuts once more.
+    """
+    context, tensor = layout.context_parallel, layout.tensor_parallel
+    return context * math.lcm(2 if context > 1 else 1, tensor * tokens)
 
 
 def _offload_problems(distributed_optimizer: bool) -> list[str]:

@@ -76,6 +76,15 @@ def test_stages_of_ones_own_are_read_as_megatron_reads_them(violations) -> None:
     assert any("it has 60 layers (t) where the model has 61" in text for text in both)
 
 
+def test_context_parallel_ranks_are_planned_as_copies_that_have_no_rollouts_of_their_own() -> None:
+    config = load_config("grpo_qwen3_4b", ["trainer.context_parallel=2"])
+    plan = plan_of(config)
+    assert layout_text(plan.train) == "tp=2,cp=2,dp=2"
+    assert policy_config(config, "model", None).layout == MegatronLayout(
+        tensor_parallel=2, context_parallel=2
+    )
+
+
 def test_every_key_reaches_megatron_and_vllm() -> None:
     config = load_config(
         "grpo_deepseek_v3",

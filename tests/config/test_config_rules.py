@@ -61,7 +61,8 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (LORA | {ENABLED: True} | ALONE, "discard as they sleep"),
         ({"policy.qat": "fp4"}, "off, w4a4, w4a16"),
         ({"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": 1.0}, "would rise"),
-        ({"trainer.ranks": 4, "trainer.context_parallel": 2}, "whole rows"),
+        ({"trainer.backend": "fsdp", "trainer.ranks": 4, "trainer.context_parallel": 2}, "whole rows"),
+        ({"trainer.context_parallel": 2, "trainer.ranks": 3}, "3 is no multiple of 2"),
         ({"trainer.virtual_pipeline": 2}, "more stages"),
         ({"trainer.num_layers_in_first_pipeline_stage": 1}, "more stages"),
         ({GRANULARITY: "all"}, "full nor selective"),
@@ -93,6 +94,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
     [
         {},
         {"trainer.ranks": 3, "algorithm.minibatches": 4, "algorithm.prompts_per_step": 36},
+        # Context-parallel ranks have the same rollouts, which need not divide by them.
+        {"trainer.ranks": 6, "trainer.context_parallel": 3},
         DAPO | {"algorithm.dynamic_sampling": True, "algorithm.overlong_buffer": 2},
         {"generation.vllm.max_model_len": 19},  # the transformers engine does not read it
         QUANTIZES | FP8,
@@ -224,6 +227,8 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         ({"trainer.tensor_parallel": 8}, DENSE, ""),  # more ranks than query groups replicate them
         ({"trainer.pipeline_parallel": 4}, DENSE, "num_hidden_layers 6"),
         ({"trainer.pipeline_parallel": 4}, SEEING, "num_hidden_layers 6"),
+        ({"trainer.context_parallel": 2}, DENSE, ""),
+        ({"trainer.context_parallel": 2}, SEEING, "text alone"),
         ({"trainer.expert_parallel": 2}, DENSE, "(qwen3) has no experts"),
         ({"trainer.expert_tensor_parallel": 2}, DENSE, "no experts"),
         ({"trainer.expert_parallel": 3}, MOE, "give a divisor of 8"),

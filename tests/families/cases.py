@@ -78,7 +78,7 @@ _ETP_DDP = Layout(tp=2, etp=2, ddp=True)
 _EP_CUSTOM = Layout(pp=2, ep=2, vpp=2, stages="Et|t|tt|L")
 # Multi-token prediction alone in a stage, which has an embedding of its own.
 _MTP_ALONE = Layout(pp=4, stages="Et|ttt|m|L")
-# Megatron's YaRN embedding can't be built for context parallelism without a GPU.
+# Of families with which context parallelism has not been tried.
 _EP_DDP = Layout(ep=2, ddp=True)
 _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
 
@@ -91,13 +91,13 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
     "qwen3_moe": (*_EXPERTS, _EP_TP_VPP, _ETP_VPP, _ETP_DDP, _EP_CUSTOM),
-    "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
+    "deepseek_v3": (*_EXPERTS, _MTP_ALONE),
     "glm4_moe": (*_EXPERTS, _MTP_ALONE),
     "glm4_moe_lite": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
     "glm_moe_dsa": (*_EXPERTS[:-1], _EP_DDP),
     "bailing_moe_v2": _EXPERTS,
     # Megatron has biases of experts at ETP 1 only.
-    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
+    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_CP_DDP),
     "minimax_m2": _EXPERTS,
     "nemotron_h": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
     "nemotron_h-latent": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),

@@ -26,6 +26,7 @@ class Case:
     distributed_optimizer: bool = True
     micro_batch: int = 2
     kl_coef: float = 0.0
+    aggregation: str = "token"
     trimmed: bool = True
     recompute: dict[str, Any] | None = None
     eps: float = scenes.ADAM.eps
@@ -41,7 +42,7 @@ def make_policy(case: Case) -> Any:
     config = MegatronPolicyConfig(
         case.model_path,
         MegatronLayout(**case.layout),
-        loss=scenes.loss_config(case.kl_coef),
+        loss=scenes.loss_config(case.kl_coef, case.aggregation),
         optimizer=replace(scenes.ADAM, eps=case.eps, **decay),
         micro_batch=case.micro_batch,
         temperature=scenes.TEMPERATURE,
@@ -82,10 +83,16 @@ def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
     return reports
 
 
+def four_ranks(rank: int, trained: dict[str, Case]) -> dict[str, scenes.Report]:
+    """Layouts that two ranks can't have."""
+    return train_all(trained)
+
+
 def two_ranks(
     rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, bad: dict[str, str], root: str
 ) -> dict[str, Any]:
     """All that needs two ranks; only rank 1's folder of ``bad`` is damaged."""
+    from rlrefit.recipes.policy.megatron import _check_takes_parts_of_rows
     from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
@@ -105,6 +112,10 @@ def two_ranks(
     except ValueError as error:
         found["second layout"] = str(error)
     leave_layout()
+    try:
+        _check_takes_parts_of_rows([torch.nn.Linear(1, 1)])
+    except ValueError as error:
+        found["another model"] = str(error)
     return found
 
 

@@ -70,6 +70,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = DEVICE
+        kwargs.pop("pin_memory", None)  # for copies to a GPU
         return factory(*args, **kwargs)
 
     return make
@@ -142,7 +143,12 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def _replace_cuda_only_code() -> None:
-    """The few functions that ask a tensor whether it is a CUDA tensor, or reach below ``torch.cuda``."""
+    """The few functions that ask a tensor whether it is a CUDA tensor, move it there, or reach below ``torch.cuda``."""
+    from megatron.core.models.common.embeddings import (
+        rope_utils,
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
@@ -159,6 +165,10 @@ def _replace_cuda_only_code() -> None:
     LanguageModule.setup_embeddings_and_output_layer = _answering_as_cuda(
         LanguageModule.setup_embeddings_and_output_layer
     )
+    # Moves the numbers of a context-parallel rank's chunks to the device.
+    of_own_chunks = _answering_as_cuda(rope_utils.get_pos_emb_on_this_cp_rank)
+    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
+        module.get_pos_emb_on_this_cp_rank = of_own_chunks
     # Bridge moves each model to the device, unless it is asked for initialisation on CPUs.
     MegatronModule.cuda = lambda module, device=None: module
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -10,6 +10,7 @@ Imports Megatron-core at module level: import it through :mod:`.cpu_standins` on
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -24,12 +25,16 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
+
+from .zigzag import row_order, token_places
 
 # Arguments that steer CUDA kernels or label a module; they change no value.
 _KERNEL_ARGUMENTS = frozenset(
@@ -254,13 +259,58 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """Causal attention: Megatron-core's unfused one."""
+    """Causal attention: Megatron-core's unfused one.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **_fitting(DotProductAttention.__init__, kwargs))
+    Under context parallelism each rank has the keys and values of all ranks, in the row's order, and masks by its queries'
+    places. Transformer Engine gets the same by any ``cp_comm_type``.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **_fitting(DotProductAttention.forward, kwargs))
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # Megatron-core's own knows no more
+        super().__init__(alone, *args, **_fitting(DotProductAttention.__init__, kwargs))
+        self.config = config
+        groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups(["cp"])
+        self._context_group = groups.cp
+        self._window = self.scale_mask_softmax.window_size
+        if config.context_parallel_size > 1:
+            # It would take the places in this rank's part for those in the row.
+            self.scale_mask_softmax.window_size = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self.config.context_parallel_size > 1:
+            key, value = self._of_all_ranks(key), self._of_all_ranks(value)
+            # Transformer Engine, too, reads no other mask where attention is causal.
+            attention_mask = self._unseen(key.shape[0])
+        kwargs = _fitting(DotProductAttention.forward, kwargs)
+        return super().forward(query, key, value, attention_mask, *args, **kwargs)
+
+    def _of_all_ranks(self, own: Tensor) -> Tensor:
+        """Whole rows ``[S, B, heads, width]`` of keys or values; their gradients are summed, and cut again."""
+        whole = gather_from_sequence_parallel_region(own.contiguous(), group=self._context_group)
+        return whole.index_select(0, row_order(len(whole), self._context_group.size(), own.device))
+
+    def _unseen(self, tokens: int) -> Tensor:
+        """``[1, 1, S / CP, S]``, true where a query of this rank does not see a key."""
+        if self.attn_mask_type != AttnMaskType.causal:
+            raise NotImplementedError(
+                f"attention with a mask of type {self.attn_mask_type.name} has no context parallelism on CPUs; give 1"
+            )
+        keys = torch.arange(tokens)
+        own = token_places(tokens, self._context_group.rank(), self._context_group.size())
+        behind = own.unsqueeze(1) - keys
+        unseen = behind < 0
+        if self._window is not None:
+            unseen |= behind > self._window[0]
+        return unseen[None, None]
 
 
 class CpuSpecProvider(TESpecProvider):

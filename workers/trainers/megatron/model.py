@@ -24,7 +24,7 @@ class MegatronLayout:
         virtual_pipeline: model chunks per pipeline rank (interleaved schedule); None for one.
         expert_parallel: EP size, within the ranks of one pipeline stage.
         expert_tensor_parallel: TP size of the experts.
-        context_parallel: CP size.
+        context_parallel: CP size. Each rank has two chunks of every row (:mod:`.zigzag`).
         num_layers_in_first_pipeline_stage: of the first pipeline rank, where it has not as many as the others.
         num_layers_in_last_pipeline_stage: of the last one.
         pipeline_model_parallel_layout: all stages in Megatron's notation, in place of the two before.
@@ -227,6 +227,9 @@ def set_layout(provider: Any, layout: MegatronLayout) -> None:
     provider.expert_model_parallel_size = layout.expert_parallel
     provider.expert_tensor_parallel_size = layout.expert_tensor_parallel
     provider.context_parallel_size = layout.context_parallel
+    if provider.cp_comm_type is None and (provider.window_size or provider.softmax_type != "vanilla"):
+        # Transformer Engine's ring, which it takes otherwise, knows neither windows nor sinks.
+        provider.cp_comm_type = "a2a"
     # Bridge has settings of its own here for some models and sizes, which would contradict these.
     provider.num_layers_in_first_pipeline_stage = layout.num_layers_in_first_pipeline_stage
     provider.num_layers_in_last_pipeline_stage = layout.num_layers_in_last_pipeline_stage
