@@ -85,11 +85,17 @@ def _walk_on_meta(
     cursor = _TaskCursor(tasks)
     yielded: list[list[tuple[TensorSpec, torch.device]]] = [[] for _ in tasks]
     # To its end, whatever it yields: other pipeline stages are in the same export.
-    for name, weight in bridge.export_hf_weights(
-        model, cpu=False, show_progress=False, conversion_tasks=cursor
-    ):
+    for name, weight in base_weights(bridge, model, cursor):
         yielded[cursor.current].append((TensorSpec(name, tuple(weight.shape), weight.dtype), weight.device))
     return yielded
+
+
+def base_weights(bridge: Any, model: list[Any], tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Bridge's export of ``tasks``, without what adapters would add, under the names of a model that has none."""
+    for name, weight in bridge.export_hf_weights(
+        model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+    ):
+        yield name.replace(".base_layer", ""), weight
 
 
 def _specs_of(yielded: list[list[tuple[TensorSpec, torch.device]]]) -> list[list[TensorSpec]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Adapters of Megatron-Bridge beside frozen weights; they alone are trained.
+
+    Attributes:
+        rank: of the factors.
+        alpha: what the factors add is scaled by ``alpha / rank``.
+        target_modules: Megatron's names of the linear layers that get factors, e.g. ``linear_qkv``; those that a model
+            lacks count for nothing.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MegatronModel:
     """A built model.
 
@@ -138,6 +155,7 @@ def build_megatron(
     load_weights: bool = True,
     recompute: Recompute | None = None,
     fuse_gradient_accumulation: bool = True,
+    lora: Lora | None = None,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -158,10 +176,12 @@ def build_megatron(
         recompute: activations to compute again; None keeps them all.
         fuse_gradient_accumulation: kernels add gradients to the parameters' buffers, on GPUs with Apex. NVFP4 training wants
             it off.
+        lora: adapters, whose factors have ``dtype``; None trains all weights.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
-        ValueError: the layout fits neither the ranks nor the model-parallel state that is there already.
+        ValueError: the layout fits neither the ranks nor the model-parallel state that is there already; no layer gets an
+            adapter of ``lora``.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
     folder, checked = check_on_all_ranks(model_path, layout, load_weights)
@@ -185,6 +205,8 @@ def build_megatron(
 
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    if lora is not None:
+        provider.register_pre_wrap_hook(partial(_put_adapters, lora))
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
@@ -193,11 +215,33 @@ def build_megatron(
         wrap_with_ddp=wrap_with_ddp,
         use_cpu_initialization=on_cpu,
     )
+    if lora is not None:
+        _require_adapters(lora, model)
     if load_weights:
         bridge.load_hf_weights(model)
     return MegatronModel(
         bridge=bridge, provider=provider, model=model, config=checked or bridge.hf_pretrained.config
     )
+
+
+def _put_adapters(lora: Lora, model: list[Any]) -> list[Any]:
+    from megatron.bridge.peft.lora import LoRA
+
+    # Bridge warns of names that it finds nowhere, and takes all linear layers if it is given none.
+    present = {path.rpartition(".")[2] for chunk in model for path, _ in chunk.named_modules()}
+    targets = [name for name in lora.target_modules if name in present] or [*lora.target_modules]
+    return LoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha)(model)
+
+
+def _require_adapters(lora: Lora, model: list[Any]) -> None:
+    """A collective: a pipeline stage may have none."""
+    trained = sum(p.requires_grad for chunk in model for p in chunk.parameters())
+    found: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, trained)
+    if not any(found):
+        raise ValueError(
+            f"no layer of the model is named {' or '.join(lora.target_modules)}, so that nothing would be trained"
+        )
 
 
 def set_layout(provider: Any, layout: MegatronLayout) -> None:
