@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlrefit.workers.lora import PREFIX, SETTINGS_NAME, AdapterSettings, split_name
 from tests.families.cases import Layout
 from tests.families.ranks import accept_families, build, compare, exported, forget, randomize
 
@@ -52,6 +53,7 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.lora import LoRA
 
+    from rlrefit.workers.trainers.megatron.adapter_source import AdapterSource
     from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     bridge, model = build(case.layout, checkpoint)
@@ -59,20 +61,52 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     source = MegatronSource(bridge, model)
     for task in source._tasks:
         randomize(task)
-    trained = {n: p.detach().clone() for chunk in model for n, p in chunk.named_parameters() if ".adapter." not in n}
-    found = []
+    trained = {
+        n: p.detach().clone() for chunk in model for n, p in chunk.named_parameters() if ".adapter." not in n
+    }
+    alone = AdapterSource(bridge, model)
+    merged, adapters = [], []
     source.fragments()
     for version in range(VERSIONS):
         _change_adapters(model, version)
         for copy in source._merged.copies:
             copy.data.fill_(float("nan"))
         source.prepare()
+        alone.prepare()
         wanted = exported(bridge, model)
-        plain = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False, merge_adapter_weights=False))
-        merged = [n for n, w in plain.items() if ".base_layer" in n and not w.equal(wanted[n.replace(".base_layer", "")][: len(w)])]
-        found.append(compare(source, wanted) | {"merged": len(merged)})
-    left = [n for chunk in model for n, p in chunk.named_parameters() if n in trained and not p.equal(trained[n])]
-    return {"versions": found, "changed by the refit": left}
+        merged.append(compare(source, wanted) | {"changed": _changed(bridge, model, wanted)})
+        factors = bridge.export_adapter_weights(model, cpu=True, show_progress=False)
+        text = {SETTINGS_NAME: _settings(alone)}
+        adapters.append(compare(alone, text | {f"{PREFIX}{name}": factor for name, factor in factors}))
+    return {
+        "merged": merged,
+        "alone": adapters,
+        "touched": [
+            name
+            for chunk in model
+            for name, p in chunk.named_parameters()
+            if name in trained and not p.equal(trained[name])
+        ],
+    }
+
+
+def _changed(bridge: Any, model: list[Any], merged: dict[str, torch.Tensor]) -> int:
+    """Weights that the adapters change."""
+    base = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False, merge_adapter_weights=False))
+    return sum(
+        not weight.equal(merged[name.replace(".base_layer", "")])
+        for name, weight in base.items()
+        if ".base_layer" in name
+    )
+
+
+def _settings(source: Any) -> torch.Tensor:
+    """The settings that travel, which are those of all layers."""
+    (_, text), *_ = source.export([SETTINGS_NAME])
+    settings = AdapterSettings.from_tensor(text)
+    layers = {path for name, *_ in source.specs() if (path := (split_name(name) or ("", ""))[0])}
+    assert settings == AdapterSettings(dict.fromkeys(layers, RANK), dict.fromkeys(layers, ALPHA / RANK))
+    return text
 
 
 def _change_adapters(model: Sequence[Any], version: int) -> None:

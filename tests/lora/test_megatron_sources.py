@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlrefit.workers.lora import SETTINGS_NAME
 from tests.ahead import FoundAhead
 from tests.families.cases import WORLD, Layout
 from tests.families.checkpoints import write_checkpoint
@@ -15,7 +16,13 @@ from tests.spawn import run_ranks
 
 from .megatron_ranks import VERSIONS, Case, examine
 
-_LATENT = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+_LATENT = [
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+]
 CASES = {
     "TP2 PP2": Case("qwen3", Layout(tp=2, pp=2)),
     "TP4": Case("llama", Layout(tp=4)),
@@ -47,9 +54,20 @@ def test_merged_shards_are_what_bridge_merges_and_the_trained_weights_stay(
     name: str, found_ahead: FoundAhead
 ) -> None:
     found = found_ahead.by(examine_adapters)[name]
-    assert len(found["versions"]) == VERSIONS
-    for version in found["versions"]:
+    assert len(found["merged"]) == VERSIONS
+    for version in found["merged"]:
         assert version["wrong"] == []
-        assert version["merged"] > 0
+        assert version["changed"] > 0
         assert all("router" in reason for reason in version["reasons"].values())
-    assert found["changed by the refit"] == []
+    assert found["touched"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_adapter_alone_is_what_bridge_exports_of_it_under_the_names_of_its_checkpoint(
+    name: str, found_ahead: FoundAhead
+) -> None:
+    found = found_ahead.by(examine_adapters)[name]
+    assert len(found["alone"]) == VERSIONS
+    for version in found["alone"]:
+        assert version["wrong"] == []
+        assert list(version["reasons"]) == [SETTINGS_NAME]

@@ -10,9 +10,11 @@ share one adapter, or have one each, in tensors of three dimensions.
 from __future__ import annotations
 
 import dataclasses
+import re
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +23,32 @@ import torch.distributed as dist
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
+from ....integration.weights.manifest import TensorSpec
+from ...lora import PREFIX, AdapterSettings, split_name
 from ..offload import Residence
 from .agreement import on_all_ranks
+from .enumeration import on_meta
 from .places import Places
 from .rules import Refused, fragments_of_task, parameter_like
 
 # How Bridge marks the base weights in the names of its tasks.
 WRAPPED = ".to_wrap."
 # Mapping classes of base weights whose fragments tell where an adapter's rows stand in Bridge's export of it.
-_PLACED = ("AutoMapping", "ColumnParallelMapping", "RowParallelMapping", "ReplicatedMapping", "GatedMLPMapping", "QKVMapping")
-_WRAPPERS = ("LoRALinear", "TEFusedLoRALinear", "LoRATopKRouter", "LoRALinearSplitQKV", "LoRALinearSplitFC1UpGate")
+_PLACED = (
+    "AutoMapping",
+    "ColumnParallelMapping",
+    "RowParallelMapping",
+    "ReplicatedMapping",
+    "GatedMLPMapping",
+    "QKVMapping",
+)
+_WRAPPERS = (
+    "LoRALinear",
+    "TEFusedLoRALinear",
+    "LoRATopKRouter",
+    "LoRALinearSplitQKV",
+    "LoRALinearSplitFC1UpGate",
+)
 _ADAPTERS = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
@@ -84,30 +102,36 @@ class Adapters:
     Args:
         bridge: ``AutoBridge`` of the Hugging Face checkpoint.
         model: Megatron model chunks of this rank.
+        tasks: Bridge's conversion tasks of the model.
         device: that computes.
+        alone: whether nothing else travels, so that nothing else may be trained.
 
-    Building it is a collective of all trainer ranks.
+    Building it is a collective of all trainer ranks: where a factor's rows stand is tried on the installed Bridge.
 
     Raises:
         RefitError: on all ranks: what an adapter adds is not known here; lists all reasons.
     """
 
-    def __init__(self, bridge: Any, model: list[Any], device: torch.device):
-        on_all_ranks("looking at the adapters", lambda: _require_plain(model))
+    def __init__(
+        self, bridge: Any, model: list[Any], tasks: Sequence[Any], device: torch.device, alone: bool = False
+    ):
+        _require_plain(model, alone)
         self._bridge = bridge
         self._model = model
         self._device = device
         self._residence = Residence(model, device)
-        self._wrappers = [module for chunk in model for module in _wrappers(chunk)]
+        self._wrappers = self._present()
         # All stages', as Bridge orders them.
-        self.all = [task for found in self._built().values() for task in found]
-        self._own = [task for task in self.all if task.linear_in_task.param_weight is not None]
+        self._all = self._built()
+        self._own = [task for task in self._all if task.linear_in_task.param_weight is not None]
         # Two of each adapter of this rank's: linear_in, linear_out.
         self._tasks = [t for task in self._own for t in (task.linear_in_task, task.linear_out_task)]
         self._places = Places(model, self._tasks)
         self._of_base: dict[str, list[int]] = defaultdict(list)
         for number, task in enumerate(self._own):
             self._of_base[task.global_base_prefix].append(number)
+        self._disproved: set[str] = set()
+        self._disproved = self._disproved_by_bridge(tasks)
 
     def pairs(self, task: Any) -> list[Pair]:
         """What is added to the weights of one of Bridge's conversion tasks, whose parameter this rank holds.
@@ -123,10 +147,16 @@ class Adapters:
         if any(len(f.full_shape) != 2 or f.axes is not None for f in fragments):
             raise Refused("LoRA on a weight that is no plain matrix: Bridge merges the adapter on export")
         prefix, _, leaf = task.global_param_name.partition(f"{WRAPPED}weight")
+        if _kind(prefix) in self._disproved:
+            raise Refused(
+                "LoRA: this version of Megatron-Bridge exports the adapter's rows in another order than its weight's"
+            )
         numbers = self._of_base.get(prefix, [])
         names = dict.fromkeys(f.name for f in fragments)
         if not all(name.endswith(".weight") for name in names):
-            raise Refused("LoRA on a weight whose name doesn't end in .weight: Bridge merges the adapter on export")
+            raise Refused(
+                "LoRA on a weight whose name doesn't end in .weight: Bridge merges the adapter on export"
+            )
         return [
             self._pair(name, [f for f in fragments if f.name == name], base, numbers, task, leaf)
             for name in names
@@ -179,22 +209,36 @@ class Adapters:
         """Of an adapter's whole factors."""
         return sum(task.param_weight.numel() * task.mapping.tp_size for task in self._factors_of(number))
 
-    def fragments(self, pair: Pair) -> tuple[Fragment, ...]:
-        """This rank's parts of the two factors of a weight, by their names in an adapter's checkpoint, without its prefix."""
-        a, b = self._factors_of(pair.number)
-        (view_a, name_a), (view_b, name_b) = (
-            (task.param_weight.data if pair.expert is None else task.param_weight.data[pair.expert], name)
-            for task, name in zip((a, b), factor_names(pair.weight), strict=True)
+    def resident(self) -> list[Any]:
+        """Bridge's tasks of this rank's factors, two of each adapter, with the parameters where they are now."""
+        self.follow()
+        found: list[Any] = self._residence.tasks(self._tasks)
+        return found
+
+    def fragments(self, pair: Pair, factors: Sequence[Any]) -> list[Fragment]:
+        """This rank's parts of the two factors of a weight, by their names in an adapter's checkpoint, without its prefix.
+
+        Args:
+            pair: of :meth:`pairs`.
+            factors: as :meth:`resident` gives them.
+        """
+        a, b = factors[2 * pair.number : 2 * pair.number + 2]
+        name_a, name_b = factor_names(pair.weight)
+        view_a, view_b = (
+            task.param_weight.data if pair.expert is None else task.param_weight.data[pair.expert]
+            for task in (a, b)
         )
         found = [_part(name_a, view_a, _axis(a), a.mapping)]
         if pair.rows is None:
-            return (*found, _part(name_b, view_b, 0, b.mapping))
+            return [*found, _part(name_b, view_b, -2, b.mapping)]
         shape = pair.shape[0], view_b.shape[1]
         found += [
-            Fragment(name_b, shape, ((r.first, r.first + r.count), (0, shape[1])), view_b[r.at : r.at + r.count])
+            Fragment(
+                name_b, shape, ((r.first, r.first + r.count), (0, shape[1])), view_b[r.at : r.at + r.count]
+            )
             for r in pair.rows
         ]
-        return tuple(found)
+        return found
 
     def whole(self, numbers: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The whole factors of adapters of this rank in FP32: ``[…, r, in]`` and ``[…, out, r]``, the outputs as the ranks of tensor
@@ -221,26 +265,77 @@ class Adapters:
         """As :meth:`.Residence.key`."""
         return self._residence.key()
 
-    def require_enabled(self) -> None:
+    def require_same(self) -> None:
         """Check that the model computes with what is sent, as it did when the refit was prepared.
 
         Raises:
-            RefitError: an adapter is disabled, or was put in or taken out.
+            RefitError: an adapter is disabled, was put in or taken out, or is scaled otherwise.
         """
-        now = [module for chunk in self._model for module in _wrappers(chunk)]
-        if len(now) != len(self._wrappers) or any(a is not b for a, b in zip(now, self._wrappers, strict=True)):
+        now = self._present()
+        if now != self._wrappers:
             raise RefitError(
-                "the model has other adapters than when the refit was prepared; the engine would get the old ones. Nothing was "
-                "sent. Call close_refit on all trainer ranks and prepare the refit again",
+                "the model has other adapters than when the refit was prepared, or other ranks or scalings of them; the engine would "
+                "get the old ones. Nothing was sent. Call close_refit on all trainer ranks and prepare the refit again",
                 stage="export",
             )
-        disabled = [module for module in now if not module._adapter_enabled]
+        disabled = sum(not wrapper._adapter_enabled for wrapper, *_ in now)
         if disabled:
             raise RefitError(
-                f"{len(disabled)} of {len(now)} adapters are disabled, so that the trainer computes without them, and what is sent "
+                f"{disabled} of {len(now)} adapters are disabled, so that the trainer computes without them, and what is sent "
                 "would have them. Nothing was sent. Call enable_adapter_layers before the refit",
                 stage="export",
             )
+
+    def finish_gathers(self) -> None:
+        """As :meth:`.Residence.finish_gathers`."""
+        self._residence.finish_gathers()
+
+    def exports(self) -> list[list[TensorSpec]]:
+        """What Bridge exports of each adapter of all stages, in its order; a collective of all trainer ranks."""
+        # Registers no-op kernels for c10d collectives on meta tensors.
+        import torch.distributed._tools.fake_collectives  # noqa: F401
+        from megatron.core import parallel_state
+
+        # Tasks of their own, as :func:`.enumerate_export` has them.
+        built = self._built()
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        factors = on_meta([t for task in built for t in (task.linear_in_task, task.linear_out_task)], stages)
+        found: list[list[TensorSpec]] = []
+        converter = _knowing(self._bridge, _with_factors(built, factors))
+        materialize = converter.materialize_adapter_weights
+
+        def noting(tasks: list[Any]) -> Any:
+            found.append([])
+            return materialize(tasks)
+
+        converter.materialize_adapter_weights = noting
+        for name, weight in self._streamed(converter):
+            found[-1].append(TensorSpec(name, tuple(weight.shape), weight.dtype))
+        return found
+
+    def settings(self, exported: Sequence[Sequence[TensorSpec]]) -> AdapterSettings:
+        """Rank and scaling of each layer of the checkpoint.
+
+        Args:
+            exported: as :meth:`exports` gives it.
+        """
+        ranks: dict[str, int] = {}
+        scalings: dict[str, float] = {}
+        for task, specs in zip(self._all, exported, strict=True):
+            for spec in specs:
+                path, factor = split_name(f"{PREFIX}{spec.name}") or ("", "")
+                if factor == "A":
+                    ranks[path], scalings[path] = spec.shape[-2], float(task.alpha / task.dim)
+        return AdapterSettings(ranks, scalings)
+
+    def export(self, numbers: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bridge's export of adapters, by their places in :meth:`exports`; a collective of all trainer ranks."""
+        return self._streamed(self._converter([self._all[number] for number in sorted(numbers)]))
+
+    def numbers_under(self, task: Any) -> list[int]:
+        """Places in :meth:`exports` of the adapters that add to a base weight's task."""
+        prefix = task.global_param_name.partition(WRAPPED)[0]
+        return [number for number, one in enumerate(self._all) if one.global_base_prefix == prefix]
 
     def merged_export(self, tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Bridge's export of base weights with the adapters merged in; a collective of all trainer ranks.
@@ -248,7 +343,7 @@ class Adapters:
         Args:
             tasks: Bridge's conversion tasks.
         """
-        converter = self._converter(self.all)
+        converter = self._converter(self._all)
         exported: Iterator[tuple[str, torch.Tensor]] = converter.stream_weights_megatron_to_hf(
             self._model,
             self._bridge.hf_pretrained,
@@ -261,25 +356,94 @@ class Adapters:
 
     def _converter(self, tasks: Sequence[Any]) -> Any:
         """Bridge's converter of the model, which knows of these adapters alone, and reads them where they are now, on the device."""
+        self.follow()
         live = {task.global_param_name: task for task in self._tasks}
         factors = [f for task in tasks for f in (task.linear_in_task, task.linear_out_task)]
-        here = list(self._residence.on_device([live.get(f.global_param_name, f) for f in factors]))
-        by_base: dict[str, list[Any]] = defaultdict(list)
-        for task, a, b in zip(tasks, here[::2], here[1::2], strict=True):
-            found = dataclasses.replace(task, linear_in_task=a, linear_out_task=b)
-            by_base[task.global_base_prefix].append(found)
-        return _knowing(self._bridge, by_base)
+        here = self._residence.on_device([live.get(f.global_param_name, f) for f in factors])
+        return _knowing(self._bridge, _with_factors(tasks, list(here)))
 
-    def _built(self) -> dict[str, list[Any]]:
+    def _streamed(self, converter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        streamed: Iterator[tuple[str, torch.Tensor]] = converter.stream_adapter_weights_megatron_to_hf(
+            self._model, cpu=False, show_progress=False
+        )
+        return streamed
+
+    def _built(self) -> list[Any]:
         from megatron.core.utils import unwrap_model
 
-        built: dict[str, list[Any]] = self._bridge._model_bridge.build_adapter_conversion_tasks(
-            unwrap_model(self._model)
-        )
-        return built
+        built = self._bridge._model_bridge.build_adapter_conversion_tasks(unwrap_model(self._model))
+        return [task for found in built.values() for task in found]
+
+    def _present(self) -> list[tuple[Any, ...]]:
+        """This rank's wrappers, each with the ranks and scalings of its adapters."""
+        return [
+            (wrapper, *((one.dim, one.alpha) for one in _adapters_of(wrapper)))
+            for chunk in self._model
+            for wrapper in _wrappers(chunk)
+        ]
+
+    def _disproved_by_bridge(self, tasks: Sequence[Any]) -> set[str]:
+        """Kinds of layers whose adapters Bridge exports otherwise than :meth:`pairs` says, found with random values in the place of
+        one layer's factors of each kind."""
+        built = self._built()
+        first = {_kind(task.global_base_prefix): task.global_base_prefix for task in reversed(built)}
+        chosen = [task for task in built if first[_kind(task.global_base_prefix)] == task.global_base_prefix]
+        factors = [
+            _with_probe(t, self._device)
+            for task in chosen
+            for t in (task.linear_in_task, task.linear_out_task)
+        ]
+        probes = {t.global_param_name: t for t in factors if t.param_weight is not None}
+        held: list[tuple[str, Fragment]] = []
+
+        def place() -> None:
+            own = [probes.get(t.global_param_name, t) for t in self._tasks]
+            for task in tasks:
+                prefix = task.global_param_name.partition(WRAPPED)[0]
+                if task.param_weight is None or not is_adapted(task) or prefix not in first.values():
+                    continue
+                with suppress(Refused):
+                    held.extend((prefix, f) for pair in self.pairs(task) for f in self.fragments(pair, own))
+
+        on_all_ranks("the placing of an adapter", place)
+        exported = dict(self._streamed(_knowing(self._bridge, _with_factors(chosen, factors))))
+        wrong = {
+            _kind(prefix)
+            for prefix, part in held
+            if (whole := exported.get(part.name)) is None
+            or tuple(whole.shape) != part.full_shape
+            or not part.part_of(whole).equal(part.view)
+        }
+        everywhere: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, wrong)
+        return set().union(*everywhere)
 
     def _factors_of(self, number: int) -> tuple[Any, Any]:
         return self._tasks[2 * number], self._tasks[2 * number + 1]
+
+
+def _kind(prefix: str) -> str:
+    """What layers of a model that differ in their numbers have in common."""
+    return re.sub(r"\d+", "#", prefix)
+
+
+def _with_factors(tasks: Sequence[Any], factors: Sequence[Any]) -> dict[str, list[Any]]:
+    """Bridge's tasks of adapters by their layers, with other tasks of their factors, two of each."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for task, a, b in zip(tasks, factors[::2], factors[1::2], strict=True):
+        found[task.global_base_prefix].append(dataclasses.replace(task, linear_in_task=a, linear_out_task=b))
+    return found
+
+
+def _with_probe(task: Any, device: torch.device) -> Any:
+    weight, mapping = task.param_weight, task.mapping
+    if weight is None:
+        return task
+    # Alike on ranks that hold the same part: Bridge exports only one of them.
+    place = (mapping.tp_rank, mapping.ep_rank if mapping.is_expert else 0, task.global_param_name)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(place).encode()))
+    values = torch.randint(-100, 100, weight.shape, dtype=torch.int8, device=device, generator=generator)
+    return dataclasses.replace(task, param_weight=parameter_like(weight, values.to(weight.dtype)))
 
 
 def _knowing(bridge: Any, adapters: dict[str, list[Any]]) -> Any:
@@ -314,16 +478,25 @@ def _wrappers(chunk: Any) -> Iterator[Any]:
     return (module for module in chunk.modules() if isinstance(module, AdapterWrapper))
 
 
-def _require_plain(model: list[Any]) -> None:
-    from megatron.bridge.peft.lora_layers import LinearAdapter
+def _adapters_of(wrapper: Any) -> list[Any]:
+    held = wrapper.adapter
+    return list(held.values()) if isinstance(held, torch.nn.ModuleDict) else [held]
 
-    problems: dict[str, None] = {}
-    for chunk in model:
-        for path, module in chunk.named_modules():
-            if isinstance(module, LinearAdapter):
-                problems[f"{type(module).__name__} ({path}): Bridge has no names for the factors of torch's own linear layers"] = None
-        for module in _wrappers(chunk):
-            problems |= dict.fromkeys(_problems(module))
+
+def _require_plain(model: list[Any], alone: bool) -> None:
+    own = dict.fromkeys(problem for chunk in model for problem in _problems(chunk))
+    trained = [
+        name
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and ".adapter." not in name
+    ]
+    if alone and trained:
+        shown = ", ".join(trained[:5])
+        own[f"{len(trained)} trained parameters are no factors, and would not travel: {shown}"] = None
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, list(own))
+    problems = dict.fromkeys(problem for found in everywhere for problem in found)
     if problems:
         raise RefitError(
             "the model's adapters can't be refitted; the engine would compute something else than the trainer. Nothing was sent. "
@@ -332,30 +505,38 @@ def _require_plain(model: list[Any]) -> None:
         )
 
 
-def _problems(wrapper: Any) -> Iterator[str]:
-    kind = type(wrapper).__name__
-    if kind not in _WRAPPERS:
-        yield f"{kind} is no plain LoRA"
-        return
-    several = isinstance(wrapper.adapter, torch.nn.ModuleDict)
-    for adapter in wrapper.adapter.values() if several else [wrapper.adapter]:
-        name = getattr(adapter, "base_linear_name", kind)
-        if type(adapter).__name__ not in _ADAPTERS:
-            yield f"{type(adapter).__name__} ({name}) is no plain LoRA"
+def _problems(chunk: Any) -> Iterator[str]:
+    from megatron.bridge.peft.lora_layers import LinearAdapter
+
+    for path, module in chunk.named_modules():
+        if isinstance(module, LinearAdapter):
+            yield f"{path}: Bridge has no names for the factors of torch's own linear layers"
+    for wrapper in _wrappers(chunk):
+        kind = type(wrapper).__name__
+        if kind not in _WRAPPERS:
+            yield f"{kind} is no plain LoRA"
             continue
-        if not isinstance(adapter.activation, torch.nn.Identity):
-            yield f"{name} has an activation between its factors"
-        config = adapter.config
-        if adapter.is_expert and (config.expert_tensor_parallel_size or 1) > 1:
-            yield (
-                f"{name}: under expert tensor parallelism Bridge exports gate and up of experts' adapters in each other's place; "
-                "give expert_tensor_parallel_size 1"
-            )
-        if ".local_experts." in name and config.expert_model_parallel_size > 1:
-            yield (
-                f"{name}: Bridge counts adapters of experts in modules of their own on each rank anew; give moe_grouped_gemm, or "
-                "expert_model_parallel_size 1"
-            )
+        for adapter in _adapters_of(wrapper):
+            yield from _problems_of(adapter)
+
+
+def _problems_of(adapter: Any) -> Iterator[str]:
+    if type(adapter).__name__ not in _ADAPTERS:
+        yield f"{type(adapter).__name__} is no plain LoRA"
+        return
+    config = adapter.config
+    if not isinstance(adapter.activation, torch.nn.Identity):
+        yield f"{adapter.base_linear_name}: there is an activation between its factors"
+    if adapter.is_expert and (config.expert_tensor_parallel_size or 1) > 1:
+        yield (
+            f"{adapter.base_linear_name}: under expert tensor parallelism Bridge cuts gate and up of experts' adapters in the wrong "
+            "place as it exports them; give expert_tensor_parallel_size=1"
+        )
+    if ".local_experts." in adapter.base_linear_name and config.expert_model_parallel_size > 1:
+        yield (
+            f"{adapter.base_linear_name}: Bridge counts the adapters of experts in modules of their own on each rank from 0; give "
+            "moe_grouped_gemm=True or expert_model_parallel_size=1"
+        )
 
 
 def _axis(task: Any) -> int:

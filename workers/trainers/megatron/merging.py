@@ -24,7 +24,6 @@ from .rules import Refused, fragments_of_task, parameter_like
 _GATHERED = 1 << 26
 
 
-
 class MergedWeights:
     """Copies of this rank's parameters with their adapters merged in, made anew for every refit.
 
@@ -74,9 +73,15 @@ class MergedWeights:
             return task
         weight = task.param_weight
         if type(weight.data) is not torch.Tensor:
-            raise Refused(f"LoRA: {type(weight.data).__name__} is no plain tensor that an adapter could be added to")
+            raise Refused(
+                f"LoRA: {type(weight.data).__name__} is no plain tensor that an adapter could be added to"
+            )
         copy = self._copies.get(index)
-        if copy is None or (copy.shape, copy.dtype, copy.device) != (weight.shape, weight.dtype, weight.device):
+        if copy is None or (copy.shape, copy.dtype, copy.device) != (
+            weight.shape,
+            weight.dtype,
+            weight.device,
+        ):
             copy = self._copies[index] = parameter_like(weight, torch.empty_like(weight.data))
         return dataclasses.replace(task, param_weight=copy)
 
@@ -89,7 +94,7 @@ class MergedWeights:
         Raises:
             RefitError: the model does not compute with its adapters, or has others.
         """
-        self._adapters.require_enabled()
+        self._adapters.require_same()
         self._adapters.follow()
         if not self._copies:
             return  # on no rank of the group: nobody sends them
@@ -156,12 +161,19 @@ class MergedWeights:
         rows: dict[tuple[int, str], torch.Tensor] = {}
         for index, pairs in self._pairs.items():
             # Ranks of the group may hold other experts; an expert's adapter is whole on each of its ranks.
-            together = [ranks[index] for ranks, _ in told] if self._adapters.is_cut(pairs[0].number) else [own[index]]
+            together = (
+                [ranks[index] for ranks, _ in told]
+                if self._adapters.is_cut(pairs[0].number)
+                else [own[index]]
+            )
             for pair in pairs:
                 if pair.rows is not None:
                     height = self._adapters.out_rows(pair.number)
                     rows[index, pair.weight] = torch.cat(
-                        [torch.arange(r.at, r.at + r.count) + j * height for r, j in _in_order(pair.weight, together)]
+                        [
+                            torch.arange(r.at, r.at + r.count) + j * height
+                            for r, j in _in_order(pair.weight, together)
+                        ]
                     ).to(self._device)
         return rows
 

@@ -69,10 +69,11 @@ class MegatronSource:
         self._enumeration, self._disproved = known.enumeration, known.disproved
         self._tasks = conversion_tasks(bridge, model)
         self._places = Places(model, self._tasks)
-        self._adapters = Adapters(bridge, model, self.device) if has_adapters(self._tasks) else None
-        self._merged = (
-            None if self._adapters is None else MergedWeights(self._adapters, self._tasks, self.device)
-        )
+        self._adapters: Adapters | None = None
+        self._merged: MergedWeights | None = None
+        if has_adapters(self._tasks):
+            self._adapters = Adapters(bridge, model, self._tasks, self.device)
+            self._merged = MergedWeights(self._adapters, self._tasks, self.device)
         self._chosen: tuple[frozenset[str], list[Any]] = frozenset(), []
         self._look = StorageLook()
         self._vocabulary = _padded_vocabulary(self._enumeration, self._tasks, bridge.hf_pretrained.config)
@@ -139,12 +140,7 @@ class MegatronSource:
         return held, refused, frozenset(native)
 
     def prepare(self) -> None:
-        # With this setting the optimizer leaves other data-parallel ranks' shards to be gathered by the next
-        # forward pass; until then the parameters hold old values.
-        for chunk in self._model:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-                self._residence.require_gathered(chunk)
-                chunk.start_param_sync(force_sync=True)
+        self._residence.finish_gathers()
         if self._merged is not None:
             self._follow_parameters()
             self._merged.refresh(self._residence.tasks(self._tasks))
@@ -158,7 +154,11 @@ class MegatronSource:
         if self._adapters is None:
             # Bridge would look for adapters in every module of the model: 70 ms for Qwen3-30B-A3B at EP2.
             exported = self._bridge.export_hf_weights(
-                self._model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+                self._model,
+                cpu=False,
+                show_progress=False,
+                conversion_tasks=tasks,
+                merge_adapter_weights=False,
             )
         else:
             exported = self._adapters.merged_export(tasks)
