@@ -31,11 +31,12 @@ class Case:
     eps: float = scenes.ADAM.eps
     lr_decay: str = "constant"
     qat: QATConfig | None = None
+    lora: dict[str, Any] | None = None
 
 
 def make_policy(case: Case) -> Any:
     from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
-    from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
+    from rlrefit.workers.trainers.megatron.model import Lora, MegatronLayout, Recompute
 
     decay = {"lr_decay": case.lr_decay, "lr_decay_steps": 3, "min_lr": 4e-3}
     config = MegatronPolicyConfig(
@@ -49,6 +50,7 @@ def make_policy(case: Case) -> Any:
         qat=case.qat,
         distributed_optimizer=case.distributed_optimizer,
         recompute=None if case.recompute is None else Recompute(**case.recompute),
+        lora=None if case.lora is None else Lora(**case.lora),
     )
     return MegatronPolicy(config) if case.qat is None else scenes.make_in_nvfp4(config)
 
