@@ -330,8 +330,8 @@ class LoraConfig:
         alpha: what the factors add is scaled by ``alpha / rank``.
         target_modules: the layers that get factors; ``[all-linear]`` for all linear layers but the head. Otherwise endings of names,
             such as ``q_proj``. Under Megatron layers that it joins have one adapter together, so that they are named together
-            (``q_proj``, ``k_proj`` and ``v_proj``; ``gate_proj`` and ``up_proj``), or by Megatron's own names, such as ``linear_qkv``;
-            and the experts of a layer share one.
+            (``q_proj``, ``k_proj`` and ``v_proj``; ``gate_proj`` and ``up_proj``), or by Megatron's own names, such as ``linear_qkv``.
+            Each expert has its own.
         use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732).
     """
 

@@ -113,7 +113,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of Megatron-Bridge beside frozen weights; they alone are trained.
+    """Adapters of Megatron-Bridge beside frozen weights; they alone are trained. Each expert has its own.
 
     Attributes:
         rank: of the factors.
@@ -230,7 +230,8 @@ def _put_adapters(lora: Lora, model: list[Any]) -> list[Any]:
     # Bridge warns of names that it finds nowhere, and takes all linear layers if it is given none.
     present = {path.rpartition(".")[2] for chunk in model for path, _ in chunk.named_modules()}
     targets = [name for name in lora.target_modules if name in present] or [*lora.target_modules]
-    return LoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha)(model)
+    # One that experts share would count in the gradient's norm as often as there are ranks of expert parallelism.
+    return LoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha, share_expert_adapters=False)(model)
 
 
 def _require_adapters(lora: Lora, model: list[Any]) -> None:
