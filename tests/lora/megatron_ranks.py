@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -17,6 +19,8 @@ from tests.families.ranks import accept_families, build, compare, exported, forg
 
 VERSIONS = 2
 RANK, ALPHA = 4, 6
+# The case of what is refused.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Case:
     Attributes:
         kind: Bridge's class of adapters.
         fields: of it.
+        exchanged: Bridge takes gate for up as it splits an adapter.
     """
 
     family: str
     layout: Layout
     kind: str = "LoRA"
     fields: dict[str, Any] = field(default_factory=dict)
+    exchanged: bool = False
 
     @property
     def checkpoint(self) -> tuple[str, bool]:
@@ -43,10 +49,63 @@ def examine(rank: int, cases: dict[str, Case], checkpoints: dict[tuple[str, bool
     accept_families()
     ordered = sorted(cases.items(), key=lambda item: item[1].layout.groups)
     for (name, case), following in zip(ordered, (*ordered[1:], None), strict=True):
-        found = _examine(case, checkpoints[case.checkpoint])
+        checkpoint = checkpoints[case.checkpoint]
+        with _exchanging() if case.exchanged else nullcontext():
+            found = _refusals(case, checkpoint) if name == REFUSED else _examine(case, checkpoint)
         forget(following is not None and following[1].layout.groups == case.layout.groups)
         if rank == 0:
             (Path(folder) / f"{name}.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    from megatron.bridge.models.conversion.peft_bridge import MegatronPeftBridge
+
+    split = MegatronPeftBridge._split_fused_fc1_linear_out_weight
+
+    def exchanged(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = split(*args, **kwargs)
+        return up, gate
+
+    with mock.patch.object(MegatronPeftBridge, split.__name__, exchanged):
+        yield
+
+
+def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
+    """What sources say of models that can't be refitted, or can't be any more."""
+    from megatron.bridge.peft.dora import DoRA
+    from megatron.bridge.peft.lora import LoRA
+
+    from rlrefit.integration.errors import RefitError
+    from rlrefit.workers.trainers.megatron.adapter_source import AdapterSource
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
+
+    def told(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    bridge, model = build(case.layout, checkpoint)
+    found = {"none": told(lambda: AdapterSource(bridge, model))}
+    DoRA(target_modules=["linear_proj"])(model)
+    found["dora"] = told(lambda: MegatronSource(bridge, model))
+    bridge, model = build(case.layout, checkpoint)
+    LoRA(dim=RANK)(model)
+    found["expert tensor parallelism"] = told(lambda: MegatronSource(bridge, model))
+    bridge, model = build(case.layout, checkpoint)
+    LoRA(dim=RANK, target_modules=["linear_qkv", "linear_proj"])(model)
+    source = MegatronSource(bridge, model)
+    wrappers = [m for chunk in model for m in chunk.modules() if hasattr(m, "disable_adapter_layers")]
+    wrappers[0].disable_adapter_layers()
+    found["disabled"] = told(source.prepare)
+    wrappers[0].enable_adapter_layers()
+    wrappers[0].adapter.alpha = 1
+    found["other scaling"] = told(source.prepare)
+    next(model[0].parameters()).requires_grad_(True)
+    found["trained beside"] = told(lambda: AdapterSource(bridge, model))
+    return found
 
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
@@ -77,7 +136,11 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
         merged.append(compare(source, wanted) | {"changed": _changed(bridge, model, wanted)})
         factors = bridge.export_adapter_weights(model, cpu=True, show_progress=False)
         text = {SETTINGS_NAME: _settings(alone)}
-        adapters.append(compare(alone, text | {f"{PREFIX}{name}": factor for name, factor in factors}))
+        wanted = text | {f"{PREFIX}{name}": factor for name, factor in factors}
+        adapters.append(compare(alone, wanted))
+        # As an engine gets them that takes no fragments.
+        whole = dict(alone.export([spec.name for spec in alone.specs()]))
+        adapters[-1]["wrong"] += [name for name, factor in wanted.items() if not factor.equal(whole[name])]
     return {
         "merged": merged,
         "alone": adapters,

@@ -14,7 +14,7 @@ from tests.families.cases import WORLD, Layout
 from tests.families.checkpoints import write_checkpoint
 from tests.spawn import run_ranks
 
-from .megatron_ranks import VERSIONS, Case, examine
+from .megatron_ranks import REFUSED, VERSIONS, Case, examine
 
 _LATENT = [
     "linear_q_down_proj",
@@ -37,13 +37,20 @@ CASES = {
 }
 
 
+OTHERS = {
+    "exchanged": Case("llama", Layout(tp=4), exchanged=True),
+    REFUSED: Case("qwen3_moe", Layout(tp=2, etp=2)),
+}
+
+
 def examine_adapters(folder: Path) -> dict[str, Any]:
+    cases = CASES | OTHERS
     checkpoints = {
         of: write_checkpoint(of[0], folder / "-".join(map(str, of)), short=of[1])
-        for of in {case.checkpoint for case in CASES.values()}
+        for of in {case.checkpoint for case in cases.values()}
     }
-    run_ranks(examine, WORLD, CASES, checkpoints, str(folder))
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in CASES}
+    run_ranks(examine, WORLD, cases, checkpoints, str(folder))
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in cases}
 
 
 AHEAD = (examine_adapters,)
@@ -71,3 +78,31 @@ def test_the_adapter_alone_is_what_bridge_exports_of_it_under_the_names_of_its_c
     for version in found["alone"]:
         assert version["wrong"] == []
         assert list(version["reasons"]) == [SETTINGS_NAME]
+
+
+@pytest.mark.parametrize("way", ["merged", "alone"])
+def test_an_adapter_that_bridge_splits_in_another_way_than_its_weight_goes_through_bridge(
+    way: str, found_ahead: FoundAhead
+) -> None:
+    for version in found_ahead.by(examine_adapters)["exchanged"][way]:
+        assert version["wrong"] == []
+        split = {name for name, reason in version["reasons"].items() if "in another order" in reason}
+        assert {name.split(".mlp.")[1].split("_")[0] for name in split} == {"gate", "up"}
+        assert {*version["reasons"]} - split <= {SETTINGS_NAME}
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("none", "the model has no adapter"),
+        ("dora", "is no plain LoRA"),
+        ("expert tensor parallelism", "expert_tensor_parallel_size=1"),
+        ("disabled", "adapters are disabled"),
+        ("other scaling", "other ranks or scalings"),
+        ("trained beside", "are no factors"),
+    ],
+)
+def test_adapters_that_would_reach_the_engine_as_something_else_are_refused(
+    case: str, told: str, found_ahead: FoundAhead
+) -> None:
+    assert told in found_ahead.by(examine_adapters)[REFUSED][case]

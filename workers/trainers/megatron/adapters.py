@@ -424,7 +424,7 @@ class Adapters:
 
 def _kind(prefix: str) -> str:
     """What layers of a model that differ in their numbers have in common."""
-    return re.sub(r"\d+", "#", prefix)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", prefix)
 
 
 def _with_factors(tasks: Sequence[Any], factors: Sequence[Any]) -> dict[str, list[Any]]:
