@@ -11,6 +11,7 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
+from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.meeting import tell_meeting
 from tests.spawn import run_alone, run_together
 from tests.vllm_processes import vllm_processes
@@ -48,10 +49,17 @@ def joined(
         refit_dtype = torch.bfloat16
 
     trainer = Trainer()
-    rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, engine_ranks)
-    tell_meeting(folder, rendezvous)
+    with met(trainer, folder, engine_ranks):
+        yield trainer
+
+
+@contextmanager
+def met(trainer: SourceRefitMixin, folder: Path, engine_ranks: int, epoch: int = 0) -> Iterator[None]:
+    """The same of any trainer, and of a later epoch."""
+    rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, engine_ranks, epoch)
+    tell_meeting(folder, rendezvous, epoch)
     trainer.join_refit(rendezvous, 0)
-    yield trainer
+    yield
     trainer.close_refit()
 
 

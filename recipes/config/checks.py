@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
+from ...workers.trainers.megatron.lora_targets import megatron_targets, target_violations
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..algorithms.losses import AGGREGATIONS
 from ..algorithms.rates import LR_DECAYS
@@ -400,7 +401,6 @@ _FSDP_ONLY = (
     "trainer.fsdp.replicate",
     "trainer.fsdp.reshard_after_forward",
     "trainer.fsdp.cpu_offload",
-    "trainer.lora.rank",
 )
 # What FSDP has in the place of some.
 _INSTEAD = {
@@ -498,12 +498,7 @@ def _lora(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             ("trainer.lora.target_modules",),
             "trainer.lora.target_modules: names no layer, so that nothing is trained; give [all-linear], or endings of names",
         )
-    if config.trainer.tensor_parallel > 1:
-        yield Violation(
-            ("trainer.lora.rank", "trainer.tensor_parallel"),
-            f"trainer.lora.rank: {lora.rank}, but transformers' tensor parallelism has no plan for the factors; give "
-            "trainer.tensor_parallel=1, FSDP shards over all ranks",
-        )
+    yield from _lora_in_megatron(config, bad) if config.trainer.backend != "fsdp" else _lora_in_fsdp(config)
     if not alone:
         return
     if generation.colocated.enabled:
@@ -537,6 +532,56 @@ def _lora(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             (key, "generation.weight_dtype"),
             f"{key}: adapter brings no weights of the base model, which generation.weight_dtype fp8 takes from the trainer; give "
             "merge",
+        )
+
+
+def adapts_experts(config: TrainConfig) -> bool:
+    """Whether experts get adapters, if the model has any: under Megatron they do, peft passes them over."""
+    lora = config.trainer.lora
+    adapted = lora.rank > 0 and config.trainer.backend != "fsdp"
+    return adapted and bool({"linear_fc1", "linear_fc2"}.intersection(megatron_targets(lora.target_modules)))
+
+
+def _lora_in_fsdp(config: TrainConfig) -> Iterator[Violation]:
+    if config.trainer.tensor_parallel > 1:
+        yield Violation(
+            ("trainer.lora.rank", "trainer.tensor_parallel"),
+            f"trainer.lora.rank: {config.trainer.lora.rank}, but transformers' tensor parallelism has no plan for the factors; give "
+            "trainer.tensor_parallel=1, FSDP shards over all ranks",
+        )
+
+
+def _lora_in_megatron(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    trainer, key = config.trainer, "trainer.lora.rank"
+    targets = trainer.lora.target_modules
+    for problem in target_violations(targets):
+        yield Violation(
+            ("trainer.lora.target_modules", "trainer.backend"), f"trainer.lora.target_modules: {problem}"
+        )
+    if "trainer.tensor_parallel" not in bad and trainer.lora.rank % trainer.tensor_parallel:
+        yield Violation(
+            (key, "trainer.tensor_parallel"),
+            f"{key}: {trainer.lora.rank} is no multiple of trainer.tensor_parallel {trainer.tensor_parallel}, over whose ranks "
+            "Megatron cuts it; give a multiple",
+        )
+    if trainer.expert_tensor_parallel > 1 and adapts_experts(config):
+        yield Violation(
+            (key, "trainer.expert_tensor_parallel"),
+            f"{key}: with trainer.expert_tensor_parallel {trainer.expert_tensor_parallel} Bridge cuts gate and up of experts' "
+            "adapters in the wrong place as it exports them; give trainer.expert_tensor_parallel=1, or target_modules without "
+            "the experts' layers",
+        )
+    if config.generation.colocated.enabled:
+        yield Violation(
+            (key, ENABLED),
+            f"{key}: Megatron keeps weights that are not trained out of the buffers by which it leaves a GPU, so that the engine "
+            f"would not get their memory; give {ENABLED}=false, or trainer=fsdp",
+        )
+    if trainer.optimizer.cpu_offload_fraction:
+        yield Violation(
+            (key, "trainer.optimizer.cpu_offload_fraction"),
+            f"{key}: adapters under an optimizer in host memory have not run; give trainer.optimizer.cpu_offload_fraction=0, what "
+            "the factors take is small",
         )
 
 

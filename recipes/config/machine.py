@@ -93,10 +93,14 @@ def package_violations(config: TrainConfig) -> Iterator[Violation]:
         instead = "trainer=fsdp, or ray.trainer_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
         for problem in missing_megatron("trainer.backend", instead):
             yield Violation(("trainer.backend",), problem)
-    if config.trainer.lora.rank and trained_here and find_spec("peft") is None:
+    by_peft = (config.trainer.backend == "fsdp" and trained_here) or (
+        config.policy.refit.lora == "adapter" and generation.backend == "transformers" and ray.address is None
+    )
+    if config.trainer.lora.rank and by_peft and find_spec("peft") is None:
         yield Violation(
             ("trainer.lora.rank",),
-            "trainer.lora.rank: peft, which trains adapters, is not installed: pip install 'rlrefit[lora]'; or give 0",
+            "trainer.lora.rank: peft, by which FSDP trains adapters and transformers computes with them, is not installed: "
+            "pip install 'rlrefit[lora]'; or give 0",
         )
     # The recipes themselves require transformers.
     if ray.address is not None:

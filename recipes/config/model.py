@@ -11,6 +11,7 @@ from typing import Any
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
 from ..tiny.checkpoints import KINDS, PREFIX
+from .checks import adapts_experts
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
@@ -181,6 +182,15 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             key, given, instead = _EXPERT_SHARING[config.generation.backend]
             problem = f"{given}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
             found.append(Violation((key, "model.path"), f"{key}: {problem}; give {instead}"))
+    alone = config.policy.refit.lora == "adapter" and config.generation.backend == "transformers"
+    if experts is not None and alone and adapts_experts(config):
+        found.append(
+            Violation(
+                ("policy.refit.lora", "model.path"),
+                "policy.refit.lora: adapter, but the trainer's experts have adapters, and transformers keeps experts in one tensor, "
+                "which takes none; give merge, or trainer.lora.target_modules without the experts' layers",
+            )
+        )
     latent = text.get("kv_lora_rank")
     if latent and config.policy.refit.kv_scales:
         key = "policy.refit.kv_scales"

@@ -322,14 +322,16 @@ class FSDPConfig:
 
 @dataclass
 class LoraConfig:
-    """LoRA (arXiv:2106.09685) by peft: the checkpoint's weights stay, and small factors beside them are trained. ``policy.refit.lora`` says
-    whether merged weights or the adapter alone travel. Read with ``trainer.backend: fsdp`` only.
+    """LoRA (arXiv:2106.09685), by peft under FSDP and by Megatron-Bridge's own under Megatron: the checkpoint's weights stay, and small
+    factors beside them are trained. ``policy.refit.lora`` says whether merged weights or the adapter alone travel.
 
     Attributes:
-        rank: of the factors; 0 trains all weights.
+        rank: of the factors; 0 trains all weights. Under Megatron a multiple of ``tensor_parallel``.
         alpha: what the factors add is scaled by ``alpha / rank``.
-        target_modules: endings of the names of the layers that get factors, such as ``q_proj``; ``[all-linear]`` for all linear
-            layers but the head.
+        target_modules: the layers that get factors; ``[all-linear]`` for all linear layers but the head. Otherwise endings of names,
+            such as ``q_proj``. Under Megatron layers that it joins have one adapter together, so that they are named together
+            (``q_proj``, ``k_proj`` and ``v_proj``; ``gate_proj`` and ``up_proj``), or by Megatron's own names, such as ``linear_qkv``.
+            Each expert has its own.
         use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732).
     """
 
@@ -349,7 +351,7 @@ class TrainerConfig:
     Attributes:
         backend: ``megatron``, or ``fsdp``: a transformers model under torch's ``fully_shard``. Of the keys below,
             FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``,
-            ``fsdp`` and ``lora``.
+            ``fsdp`` and ``lora``; Megatron all but ``fsdp``.
         ranks: trainer processes, one GPU each where there are GPUs (``generation.colocated``: shared with an engine's).
         tensor_parallel: TP of attention and dense layers. Above 1, Megatron also uses sequence parallelism; FSDP uses
             transformers' own TP plan inside each sharding group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,10 @@ def _lora(lora: LoraConfig) -> Any:
 
 
 def _megatron(config: TrainConfig, common: dict[str, Any]) -> MegatronPolicyConfig:
-    from ...workers.trainers.megatron.model import MegatronLayout, Recompute
+    from ...workers.trainers.megatron.lora_targets import megatron_targets
+    from ...workers.trainers.megatron.model import Lora, MegatronLayout, Recompute
 
-    trainer, recompute = config.trainer, config.trainer.recompute
+    trainer, recompute, lora = config.trainer, config.trainer.recompute, config.trainer.lora
     return MegatronPolicyConfig(
         layout=MegatronLayout(
             tensor_parallel=trainer.tensor_parallel,
@@ -189,5 +191,13 @@ def _megatron(config: TrainConfig, common: dict[str, Any]) -> MegatronPolicyConf
         else Recompute(
             recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules)
         ),
+        lora=Lora(
+            lora.rank,
+            # Bridge divides by the rank.
+            lora.alpha * (math.sqrt(lora.rank) if lora.use_rslora else 1),
+            megatron_targets(lora.target_modules),
+        )
+        if lora.rank
+        else None,
         **common,
     )

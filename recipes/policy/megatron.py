@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from ...integration.weights.endpoints import rank_device
 from ...workers.trainers.colocated import MegatronRank
-from ...workers.trainers.megatron.model import MegatronLayout, Recompute, build_megatron
+from ...workers.trainers.megatron.adapters import adapters_off
+from ...workers.trainers.megatron.model import Lora, MegatronLayout, Recompute, build_megatron
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
 from .context import whole_rows
@@ -33,12 +35,14 @@ class MegatronPolicyConfig(PolicyConfig):
         distributed_optimizer: shard masters and moments over data-parallel ranks.
         recompute: activations that training computes again; None keeps them all.
         fp8_param: linear layers compute in FP8 and keep their weights so. The reference policy's do not.
+        lora: adapters, which alone are trained; None trains all weights.
     """
 
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     distributed_optimizer: bool = True
     recompute: Recompute | None = None
     fp8_param: bool = False
+    lora: Lora | None = None
 
     def violations(self) -> list[str]:
         found = []
@@ -62,7 +66,8 @@ class MegatronPolicy(Policy):
     Attributes:
         model: this rank's model chunks, in Megatron's DDP.
         bridge: Megatron-Bridge's ``AutoBridge`` for them.
-        reference: the frozen initial policy's chunks, or None if the loss has no ``kl_coef``.
+        reference: the frozen initial policy's chunks, or None if the loss has no ``kl_coef``. With LoRA it is the model itself
+            without the adapters, and needs no memory.
 
     Raises:
         ValueError: the model can't be built so (:func:`~...workers.trainers.megatron.model.build_megatron`), or has context
@@ -81,7 +86,9 @@ class MegatronPolicy(Policy):
             _check_takes_parts_of_rows(self.model)
         self.bridge = built.bridge
         self.reference = None
-        if config.loss.kl_coef > 0:
+        if config.loss.kl_coef > 0 and config.lora is not None:
+            self.reference = self.model
+        elif config.loss.kl_coef > 0:
             self.reference = self._build(trained=False).model
             for chunk in self.reference:
                 chunk.requires_grad_(False).eval()
@@ -90,10 +97,13 @@ class MegatronPolicy(Policy):
         if built.unquantized is not None:
             self._optimizer.reload_model_params(built.unquantized)
 
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> Tensor:
+        with adapters_off(self.model) if self.config.lora is not None else nullcontext():
+            return super().compute_reference_logprobs(batch)
+
     def colocated_rank(self) -> MegatronRank:
-        return MegatronRank(
-            self.model, self._optimizer, rank_device(), dist.get_rank(), frozen=self.reference or ()
-        )
+        frozen = self.reference if self.reference is not None and self.reference is not self.model else []
+        return MegatronRank(self.model, self._optimizer, rank_device(), dist.get_rank(), frozen=frozen)
 
     def _accumulate(
         self, local: PolicyBatch, split: BatchSplit, loss_of: OnLogits
@@ -122,10 +132,12 @@ class MegatronPolicy(Policy):
         return float(grad_norm), float(lr)
 
     def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
-        return training_state(self.model, self._optimizer, self._scheduler), {}
+        alone = self.config.lora is not None
+        return training_state(self.model, self._optimizer, self._scheduler, alone), {}
 
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
-        restore_training_state(state, self.model, self._optimizer, self._scheduler)
+        alone = self.config.lora is not None
+        restore_training_state(state, self.model, self._optimizer, self._scheduler, alone)
 
     def _build(self, *, trained: bool) -> Any:
         return build_megatron(
@@ -138,6 +150,7 @@ class MegatronPolicy(Policy):
             recompute=self.config.recompute if trained else None,
             fuse_gradient_accumulation=self.config.qat is None,
             fp8_param=self.config.fp8_param and trained,
+            lora=self.config.lora,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:
@@ -188,8 +201,12 @@ class MegatronPolicy(Policy):
         return optimizer, scheduler
 
     def _identity(self) -> dict[str, Any]:
-        own = {name: getattr(self.config, name) for name in ("distributed_optimizer", "fp8_param")}
-        return {**super()._identity(), **own}
+        lora = {} if self.config.lora is None else asdict(self.config.lora)
+        return {
+            **super()._identity(),
+            **{name: getattr(self.config, name) for name in ("distributed_optimizer", "fp8_param")},
+            **{f"lora.{name}": value for name, value in lora.items()},
+        }
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
         from megatron.core import parallel_state

@@ -27,9 +27,10 @@ def _rank_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank_{rank:05d}.pt"
 
 
-def _tensors(model: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: list[Any], trained_alone: bool) -> Iterator[tuple[str, Tensor]]:
     for index, chunk in enumerate(model):
-        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+        kept = ((n, p) for n, p in chunk.named_parameters() if p.requires_grad or not trained_alone)
+        for name, tensor in (*kept, *chunk.named_buffers()):
             if is_native(tensor):
                 for part, value in native_state(tensor).items():
                     yield f"{index}.{name}.{part}", value
@@ -70,13 +71,16 @@ def _masters(inner: Any) -> list[Tensor]:
     return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
-def training_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def training_state(
+    model: list[Any], optimizer: Any, scheduler: Any, trained_alone: bool = False
+) -> dict[str, Any]:
     """Parameters, buffers, masters, moments, schedule and random states of this rank.
 
-    Tensors of the state share storage with the live ones: write it out before the next step.
+    Tensors of the state share storage with the live ones: write it out before the next step. ``trained_alone`` leaves out parameters
+    that are not trained; the checkpoint that the model was built of has them.
     """
     return {
-        "model": {name: tensor.detach() for name, tensor in _tensors(model)},
+        "model": {name: tensor.detach() for name, tensor in _tensors(model, trained_alone)},
         "optimizers": [
             {"state": _plain_state(inner), "masters": [master.detach() for master in _masters(inner)]}
             for inner in _inner_optimizers(optimizer)
@@ -86,13 +90,15 @@ def training_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str
     }
 
 
-def restore_training_state(state: dict[str, Any], model: list[Any], optimizer: Any, scheduler: Any) -> None:
+def restore_training_state(
+    state: dict[str, Any], model: list[Any], optimizer: Any, scheduler: Any, trained_alone: bool = False
+) -> None:
     """Undo :func:`training_state`, in place.
 
     Raises:
         CheckpointError: names or shapes differ from the model's; nothing was changed then.
     """
-    live = dict(_tensors(model))
+    live = dict(_tensors(model, trained_alone))
     inners = _inner_optimizers(optimizer)
     _check(state, live, [_masters(inner) for inner in inners])
     with torch.no_grad():

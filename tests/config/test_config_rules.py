@@ -28,6 +28,7 @@ EXPERTS = {
     "trainer.expert_tensor_parallel": 2,
 }
 LORA = {"trainer.backend": "fsdp", "trainer.lora.rank": 4}
+MEGATRON_LORA, TP = {"trainer.lora.rank": 4}, "trainer.tensor_parallel"
 ALONE = {"policy.refit.lora": "adapter"}
 NATIVE = VLLM | FP8 | QUANTIZES | {"trainer.fp8_param": True, "trainer.distributed_optimizer": True}
 QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False, "policy.qat": "w4a4"}
@@ -52,7 +53,17 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (FP8, "give policy.refit.trainer_quantize_fp8=true"),
         ({"generation.backend": "sglang"} | FP8, "the sglang engine"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
-        ({"trainer.lora.rank": 4}, "no effect with trainer.backend=megatron"),
+        ({"trainer.ranks": 2, TP: 2, "trainer.lora.rank": 3}, "over whose ranks Megatron cuts it"),
+        (MEGATRON_LORA | {"trainer.lora.target_modules": ["q_proj", "v_proj"]}, "without k_proj"),
+        (
+            MEGATRON_LORA | {"trainer.lora.target_modules": ["lm_head"]},
+            "no layer that Megatron has adapters for",
+        ),
+        (
+            {"trainer.ranks": 2, "trainer.expert_tensor_parallel": 2} | MEGATRON_LORA,
+            "give trainer.expert_tensor_parallel=1",
+        ),
+        (SHARED | MEGATRON_LORA, "out of the buffers by which it leaves a GPU"),
         (LORA | {"trainer.lora.target_modules": []}, "names no layer"),
         ({"trainer.ranks": 2, "trainer.tensor_parallel": 2} | LORA, "give trainer.tensor_parallel=1"),
         (LORA | VLLM | {"generation.vllm.load_format": "dummy"} | ALONE, "leaves random"),
@@ -106,6 +117,9 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         {"reward.function": "my.rewards:score"},
         SHARED | {"generation.colocated.multi_stage_wake_up": False},
         LORA,
+        MEGATRON_LORA | {"trainer.ranks": 2, TP: 2},
+        MEGATRON_LORA | {"trainer.lora.target_modules": ["up_proj", "gate_proj", "linear_qkv", "q_proj"]},
+        VLLM | MEGATRON_LORA | {"generation.tensor_parallel": 2} | ALONE,
         VLLM | LORA | {"generation.tensor_parallel": 2} | ALONE,
         QAT,
         QAT | {"generation.tensor_parallel": 2, "generation.replicas": 2, "policy.refit.delta": "always"},
@@ -238,6 +252,8 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         (VLLM | {"generation.pipeline_parallel": 8}, DENSE, "the model's layers"),
         (VLLM | {"generation.vllm.enable_expert_parallel": True}, DENSE, "no experts"),
         ({"generation.max_new_tokens": 60}, DENSE, "shorten either by 12"),
+        (MEGATRON_LORA | ALONE, MOE, "transformers keeps experts in one tensor"),
+        (MEGATRON_LORA | VLLM | ALONE, MOE, ""),
     ],
 )
 def test_a_layout_that_the_model_cannot_take_names_its_key_and_size(

@@ -29,6 +29,19 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], s
     Cases of the same groups that follow one another share them: making them takes as long as a case itself.
     A rank that raised leaves its peers in a collective, so the caller has to start again with the cases that are left.
     """
+    accept_families()
+    for case, following in zip(cases, (*cases[1:], None), strict=True):
+        is_mappings = case.family == MAPPINGS
+        found = (
+            _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.checkpoint])
+        )
+        forget(following is not None and following.layout.groups == case.layout.groups)
+        if rank == 0:
+            (Path(folder) / f"{case}.json").write_text(json.dumps(found))
+
+
+def accept_families() -> None:
+    """Megatron builds every family here."""
     from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_mamba
     from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
@@ -38,14 +51,6 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], s
     accept_any_attention()
     accept_mamba()
     _accept_delta_nets()
-    for case, following in zip(cases, (*cases[1:], None), strict=True):
-        is_mappings = case.family == MAPPINGS
-        found = (
-            _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.checkpoint])
-        )
-        _forget(following is not None and following.layout.groups == case.layout.groups)
-        if rank == 0:
-            (Path(folder) / f"{case}.json").write_text(json.dumps(found))
 
 
 def _accept_delta_nets() -> None:
@@ -61,7 +66,7 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     with VARIANTS.get(case.family, contextlib.nullcontext)():
-        bridge, model = _build(case.layout, checkpoint)
+        bridge, model = build(case.layout, checkpoint)
         try:
             source = MegatronSource(bridge, model)
         except RefitError as error:
@@ -69,11 +74,11 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
             dist.all_gather_object(told, [str(error), type(error.__cause__).__name__])
             return {"errors": told}
         for task in source._tasks:
-            _randomize(task)
-        return _compare(source, _exported(bridge, model))
+            randomize(task)
+        return compare(source, exported(bridge, model))
 
 
-def _forget(but_for_groups: bool) -> None:
+def forget(but_for_groups: bool) -> None:
     """Leave nothing of a case to the next one: Megatron's state, its groups and their threads, its environment."""
     from megatron.core import parallel_state
 
@@ -100,7 +105,7 @@ def _examine_mappings(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
+def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -129,7 +134,7 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     return bridge, model
 
 
-def _randomize(task: Any) -> None:
+def randomize(task: Any) -> None:
     """Values that no other parameter and no other shard has, padding of the vocabulary included."""
     if task.param_weight is None:
         return
@@ -141,7 +146,7 @@ def _randomize(task: Any) -> None:
     weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
-def _exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
+def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
     """The oracle: Bridge's own export, without the padding of the vocabulary."""
     vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
     padded = (
@@ -157,22 +162,22 @@ def _exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compare(source: Any, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What is wrong on any rank, and how the weights travel."""
     fragments, refused = source.fragments()
     wrong = [
         f"rank {dist.get_rank()}: {f.name} {f.box} is not what Bridge exports"
         for f in fragments
-        if not _same(f.part_of(exported[f.name]), f.view)
+        if not _same(f.part_of(wanted[f.name]), f.view)
     ]
     specs = {spec.name: spec for spec in source.specs()}
-    wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ exported.keys()]
+    wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ wanted.keys()]
     wrong += [
         f"{name}: {tuple(weight.shape)}, specs say {specs[name].shape}"
-        for name, weight in exported.items()
+        for name, weight in wanted.items()
         if tuple(weight.shape) != specs[name].shape or weight.dtype != specs[name].dtype
     ]
-    digest = zlib.crc32(b"".join(_bytes(weight).numpy().tobytes() for weight in exported.values()))
+    digest = zlib.crc32(b"".join(_bytes(weight).numpy().tobytes() for weight in wanted.values()))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (wrong, refused, [(f.name, f.box, f.axes) for f in fragments], digest))
     reasons = {name: reason for _, part, _, _ in ranks for name, reason in part.items()}
@@ -192,7 +197,7 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
         if name not in reasons and not mask.all()
     ]
     misc = dict(source.export(list(reasons)))
-    wrong += [f"{name}: misc" for name in reasons if not _same(misc.get(name), exported[name])]
+    wrong += [f"{name}: misc" for name in reasons if not _same(misc.get(name), wanted[name])]
     return {
         "wrong": wrong,
         "reasons": reasons,

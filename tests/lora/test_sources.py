@@ -14,8 +14,8 @@ from rlrefit.integration.errors import RefitError
 from rlrefit.integration.session import RefitSession
 from rlrefit.workers.engines.transformers.adapter_destination import TransformersAdapterDestination
 from rlrefit.workers.trainers.fsdp.adapter_source import AdapterSource
-from rlrefit.workers.trainers.fsdp.merging import Delta, merge
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.low_rank import Delta, Part, merge
 from tests.as_sent import as_sent
 from tests.fsdp.models import smallest
 from tests.refit.synthetic import run_world
@@ -138,13 +138,13 @@ def test_any_cut_of_a_weight_gets_the_same_bits(transposed: bool, most: int) -> 
         a, b = torch.randn(3, 23), torch.randn(10, 3)
     deltas = [Delta(a, b, 0.7, transposed)]
     whole = torch.full(shape, float("nan"))
-    merge(weight, ((0, 23), (0, 10)), shape, deltas, whole, most)
+    merge([Part(weight, ((0, 23), (0, 10)), whole)], shape, deltas, most)
     assert torch.allclose(whole, weight + ((b @ a).T if transposed else b @ a) * 0.7)
     for rows in ((0, 7), (3, 4), (7, 23)):
         for columns in ((0, 10), (2, 5)):
             place = slice(*rows), slice(*columns)
             out = torch.full(shape, float("nan"))[place]
-            merge(weight[place], (rows, columns), shape, deltas, out, most)
+            merge([Part(weight[place], (rows, columns), out)], shape, deltas, most)
             assert out.equal(whole[place])
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
 from rlrefit.workers.engines.vllm.lora import lora_request
+from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
+from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
+from rlrefit.workers.trainers.megatron.model import Lora, MegatronLayout, build_megatron
 from tests.ahead import FoundAhead
 from tests.meeting import meeting_in, wait_for
 from tests.vllm.vllm_checkpoints import dense_config, write_checkpoint
-from tests.vllm_follower import CONFIG, ENGINE, follow, joined, six_tokens
+from tests.vllm_follower import CONFIG, ENGINE, follow, joined, met, six_tokens
 
 from .ranks import VERSIONS
 
@@ -72,9 +77,11 @@ def serve(folder: Path) -> Served:
         ]
 
     base = sample(None)
-    driver.init_refit(meeting_in(folder), 1, REFIT)
     refitted, from_files, factors_differ = [], [], []
-    for version in range(VERSIONS):
+    for version in range(2 * VERSIONS):
+        if version % VERSIONS == 0:
+            driver.close_refit()
+            driver.init_refit(meeting_in(folder, version // VERSIONS), 1, REFIT)
         llm.collective_rpc("poison_adapters")
         driver.refit(version)
         refitted.append(sample(None))
@@ -88,8 +95,13 @@ def serve(folder: Path) -> Served:
 
 
 def train(folder: Path) -> None:
-    """A trainer in this process, whose adapter is another before each refit."""
+    """A trainer under peft, and then one under Bridge, in this process; the adapter is another before each refit."""
     torch.manual_seed(1)
+    _train_by_peft(folder)
+    _train_by_bridge(folder)
+
+
+def _train_by_peft(folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
     lora = LoraConfig(
         r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -97,13 +109,36 @@ def train(folder: Path) -> None:
     model = get_peft_model(base, lora)
     with joined(model, folder, REFIT, 1) as trainer:
         for version in range(VERSIONS):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(0.0, 0.3)
+            _draw([p for name, p in model.named_parameters() if "lora_" in name])
             trainer.refit(version)
             model.save_pretrained(folder / f"version{version}")
             (folder / f"version{version}.done").touch()
+
+
+def _train_by_bridge(folder: Path) -> None:
+    from megatron.bridge.peft.lora import LoRA
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    lora = Lora(8, 5, megatron_targets(["all-linear"]))
+    built = build_megatron(folder / "base", MegatronLayout(), lora=lora, wrap_with_ddp=False)
+
+    class Trainer(MegatronRefitMixin):
+        model, bridge, refit_config = built.model, built.bridge, REFIT
+
+    trainer = Trainer()
+    with met(trainer, folder, 1, epoch=1):
+        for version in range(VERSIONS, 2 * VERSIONS):
+            _draw([p for chunk in built.model for n, p in chunk.named_parameters() if ".adapter." in n])
+            trainer.refit(version)
+            files = folder / f"version{version}"
+            built.bridge.save_hf_adapter(built.model, files, LoRA(dim=lora.rank, alpha=lora.alpha))
+            files.with_suffix(".done").touch()
+
+
+def _draw(factors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for factor in factors:
+            factor.normal_(0.0, 0.3)
 
 
 def serve_adapters(folder: Path) -> Served:
@@ -122,16 +157,16 @@ def served(found_ahead: FoundAhead) -> Served:
 
 
 def test_the_engine_serves_what_vllm_makes_of_the_adapter_s_files(served: Served) -> None:
-    assert served.factors_differ == [[], []]
+    assert served.factors_differ == [[]] * 2 * VERSIONS
     assert served.refitted == served.from_files
     assert served.refitted[0] != served.base
-    assert served.refitted[0] != served.refitted[1]
+    assert all(one != other for one, other in pairwise(served.refitted))
 
 
 def test_tokens_tell_their_version_and_no_prefix_outlives_it(served: Served) -> None:
     # The base model, then each refit's adapter and the same from its files.
-    assert served.versions == [[-1], [0], [0], [1], [1]]
-    assert served.cached == [0, 0, 0, 0, 0]
+    assert served.versions == [[-1], *([version] for version in range(2 * VERSIONS) for _ in range(2))]
+    assert served.cached == [0] * len(served.versions)
 
 
 def test_no_request_asks_for_an_adapter_that_no_refit_has_brought() -> None:

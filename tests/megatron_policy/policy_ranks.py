@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,12 @@ class Case:
     eps: float = scenes.ADAM.eps
     lr_decay: str = "constant"
     qat: QATConfig | None = None
+    lora: dict[str, Any] | None = None
 
 
 def make_policy(case: Case) -> Any:
     from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
-    from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
+    from rlrefit.workers.trainers.megatron.model import Lora, MegatronLayout, Recompute
 
     decay = {"lr_decay": case.lr_decay, "lr_decay_steps": 3, "min_lr": 4e-3}
     config = MegatronPolicyConfig(
@@ -50,8 +52,33 @@ def make_policy(case: Case) -> Any:
         qat=case.qat,
         distributed_optimizer=case.distributed_optimizer,
         recompute=None if case.recompute is None else Recompute(**case.recompute),
+        lora=None if case.lora is None else Lora(**case.lora),
     )
-    return MegatronPolicy(config) if case.qat is None else scenes.make_in_nvfp4(config)
+    policy = MegatronPolicy(config) if case.qat is None else scenes.make_in_nvfp4(config)
+    if case.lora is not None:
+        draw_factors(policy)
+    return policy
+
+
+def draw_factors(policy: Any) -> None:
+    """Give first factors values that don't depend on the layout, as Megatron's own do."""
+    from megatron.core.utils import unwrap_model
+
+    tasks = policy.bridge._model_bridge.build_adapter_conversion_tasks(unwrap_model(policy.model))
+    for task in (one.linear_in_task for found in tasks.values() for one in found):
+        if (part := task.param_weight) is None:
+            continue
+        mapping, shape = task.mapping, list(part.shape)
+        axis = -1 if type(mapping).__name__ == "RowParallelMapping" else -2
+        shape[axis] *= mapping.tp_size
+        if part.ndim == 3:
+            shape[0] *= mapping.ep_size
+        generator = torch.Generator().manual_seed(zlib.crc32(task.global_param_name.encode()))
+        whole = torch.randn(shape, generator=generator) * 0.2
+        if part.ndim == 3:
+            whole = whole.chunk(mapping.ep_size)[mapping.ep_rank]
+        part.data.copy_(whole.chunk(mapping.tp_size, axis)[mapping.tp_rank])
+    policy._optimizer.reload_model_params()
 
 
 def leave_layout() -> None:

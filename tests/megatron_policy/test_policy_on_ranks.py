@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
+from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead
 from tests.policy_scenes import (
@@ -83,6 +84,12 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "CP2": {"granularity": "full", "method": "uniform", "num_layers": 1},
     "CP2 and EP2": {"granularity": "selective", "modules": ("core_attn", "moe")},
 }
+# Factors of Megatron's layers, experts' among them.
+LORA = {"rank": 4, "alpha": 8, "target_modules": megatron_targets(["all-linear"])}
+# Name of the layout's case with adapters: the layout's own.
+ADAPTED = {
+    f"{name} with adapters": name for name in ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "DP2")
+}
 IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "CP2")
 
 
@@ -110,6 +117,8 @@ def run_all_cases(root: Path) -> World:
         trained[f"{name} recomputing"] = replace(trained[name], recompute=recompute)
     of_grpo = {"kl_coef": 0.1, "aggregation": "sequence"}
     trained["CP2 with GRPO's loss"] = replace(trained["CP2"], **of_grpo)
+    for name, of in ADAPTED.items():
+        trained[name] = replace(trained[of], lora=LORA, kl_coef=0.1)
     trained["DP2 without distributed optimizer"] = Case(paths["qwen3"], distributed_optimizer=False)
     resumed = {
         "TP2_EP2": Case(paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8),
@@ -118,10 +127,17 @@ def run_all_cases(root: Path) -> World:
         "PP2_plain": Case(
             paths["tied"], {"pipeline_parallel": 2}, "bfloat16", distributed_optimizer=False, eps=1e-8
         ),
+        "TP2_EP2_with_adapters": Case(
+            paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8, lora=LORA
+        ),
         "PP2_in_NVFP4": Case(paths["qwen3"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
     }
     alone = {name: Case(path) for name, path in paths.items()}
     alone["kl"] = Case(paths["qwen3"], **of_grpo)
+    alone |= {
+        f"{name} with adapters": Case(paths[name], lora=LORA, kl_coef=0.1)
+        for name in ("qwen3", "tied", "moe")
+    }
     # The oracle of all layouts computes every row as wide as the longest.
     alone = {name: replace(case, trimmed=False) for name, case in alone.items()}
     alone["one row at a time"] = Case(paths["qwen3"], micro_batch=1)
@@ -183,13 +199,16 @@ def test_log_probabilities_in_bfloat16_stay_within_its_rounding(world: World, ca
         assert difference.quantile(0.97 if "EP" in case else 1.0) < 0.02
 
 
-@pytest.mark.parametrize("case", [*ALL, "CP2 with GRPO's loss", "DP2 without distributed optimizer"])
+@pytest.mark.parametrize(
+    "case", [*ALL, *ADAPTED, "CP2 with GRPO's loss", "DP2 without distributed optimizer"]
+)
 def test_training_on_several_ranks_reports_and_moves_the_weights_as_a_single_rank_does(
     world: World, case: str
 ) -> None:
     # Sums in other orders: rounding of float32, which Adam does not enlarge with such an eps (ADAM in tests/policy_scenes.py).
-    wanted = {"CP2 with GRPO's loss": "kl", "DP2 without distributed optimizer": "qwen3"}.get(case)
-    alone = world.single["trained"][wanted or ALL[case][0]]
+    layout, adapters, _ = case.partition(" with adapters")
+    own = {"CP2 with GRPO's loss": "kl", "DP2 without distributed optimizer": "qwen3"}.get(case)
+    alone = world.single["trained"][own or ALL[layout][0] + adapters]
     for report in on_all(world, case):
         for ours, wanted in zip(report.metrics, alone.metrics, strict=True):
             assert ours == pytest.approx(wanted, rel=2e-4, abs=2e-6)
@@ -228,13 +247,19 @@ def test_rates_are_those_that_every_trainer_takes(world: World, decay: str) -> N
     assert [metrics["lr"] for metrics in report.metrics] == pytest.approx(wanted, rel=1e-12)
 
 
-def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None:
-    assert_reference_stays(world.single["trained"]["kl"])
+@pytest.mark.parametrize("case", ["kl", "moe with adapters"])
+def test_the_reference_policy_stays_where_the_policy_began(world: World, case: str) -> None:
+    assert_reference_stays(world.single["trained"][case])
+
+
+def test_the_reference_policy_stays_where_the_policy_began_on_parts_of_rows(world: World) -> None:
     for report in on_all(world, "CP2 with GRPO's loss"):
         assert_reference_stays(report)
 
 
-@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "PP2_in_NVFP4"])
+@pytest.mark.parametrize(
+    "case", ["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "TP2_EP2_with_adapters", "PP2_in_NVFP4"]
+)
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_parameter_whose_memory_was_freed_is_never_read() -> None:
 def test_a_checkpoint_holds_what_such_a_parameter_is_made_of() -> None:
     chunk = torch.nn.Module()
     chunk.weight = torch.nn.Parameter(torch.ones(256, 128).as_subclass(Float8BlockwiseQTensor))
-    found = dict(_tensors([chunk]))
+    found = dict(_tensors([chunk], False))
     assert {name: (t.dtype, tuple(t.shape)) for name, t in found.items()} == {
         "0.weight.rowwise_data": (torch.uint8, (256, 128)),
         "0.weight.rowwise_scale_inv": (torch.float32, (2, 4)),

@@ -38,6 +38,10 @@ def answers(rank: int, model_path: str) -> dict[str, str]:
             vars(config).update(graphs)
             found[" ".join([name, *graphs])] = refusal(policy.model)
             vars(config).update(kept)
+        frozen = next(policy.model[0].parameters())
+        frozen.requires_grad_(False)
+        found[f"{name} frozen"] = refusal(policy.model)
+        frozen.requires_grad_(True)
         found[f"{name} bare"] = refusal([chunk.module for chunk in policy.model])
         leave_layout()
     return found
@@ -49,6 +53,8 @@ def test_a_trainer_that_can_not_leave_is_refused_with_all_that_is_in_the_way(tmp
     assert told["plain"] == ""
     for name in CASES:
         assert "model chunk 0 is not under Megatron's DistributedDataParallel" in told[f"{name} bare"]
+    # A base model under LoRA.
+    assert "is not trained (1 parameters)" in told["plain frozen"]
     # They would replay on freed memory.
     assert "model chunk 0 runs under CUDA graphs (cuda_graph_impl=local)" in told["plain cuda_graph_impl"]
     assert "(enable_cuda_graph=True)" in told["plain enable_cuda_graph"]

@@ -22,47 +22,56 @@ LORA = (
 ALONE = ("policy.refit.lora=adapter", "generation.tensor_parallel=1")
 
 
-def _train_adapters(folder: Path, ray_address: str) -> dict[str, Ran]:
+def _train_adapters(folder: Path, ray_address: str, trainer: str) -> dict[str, Ran]:
     """A run with merged weights, one with the adapter alone in BF16, and what goes on from that one's first checkpoint."""
     alone = (*LORA, *ALONE, "model.dtype=bfloat16")
-    ran = {
-        "merged": run("grpo_tiny", folder / "merged", ray_address, *LORA),
-        "alone": run("grpo_tiny", folder / "alone", ray_address, *alone),
-    }
+
+    def trained(name: str, *overrides: str) -> Ran:
+        return run("grpo_tiny", folder / name, ray_address, *overrides, trainer=trainer)
+
+    ran = {"merged": trained("merged", *LORA), "alone": trained("alone", *alone)}
     shutil.copytree(folder / "alone", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
-    ran["resumed"] = run("grpo_tiny", folder / "resumed", ray_address, *alone, "resume=true")
+    ran["resumed"] = trained("resumed", *alone, "resume=true")
     return ran
 
 
 @keeping_time
-def train_adapters(folder: Path) -> dict[str, Ran]:
-    return on_shared_cluster(_train_adapters, folder)
+def train_by_peft(folder: Path) -> dict[str, Ran]:
+    return on_shared_cluster(_train_adapters, folder, "fsdp")
 
 
-AHEAD = (train_adapters,)
+@keeping_time
+def train_by_bridge(folder: Path) -> dict[str, Ran]:
+    return on_shared_cluster(_train_adapters, folder, "megatron")
+
+
+AHEAD = (train_by_peft, train_by_bridge)
+
+
+@pytest.fixture(scope="module", params=AHEAD, ids=["fsdp", "megatron"])
+def ran(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> dict[str, Ran]:
+    return found_ahead.by(request.param)
 
 
 @pytest.mark.parametrize(("name", "largest_kl"), [("merged", 1e-6), ("alone", 1e-2)])
 def test_the_engine_follows_the_adapter_and_the_reference_policy_is_the_model_without_it(
-    name: str, largest_kl: float, found_ahead: FoundAhead
+    name: str, largest_kl: float, ran: dict[str, Ran]
 ) -> None:
-    rows = found_ahead.by(train_adapters)[name].rows
+    rows = ran[name].rows
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert max(row["generation_kl"] for row in rows) < largest_kl
     assert rows[0]["train/ref_kl"] < 1e-6 < 1e-4 < rows[-1]["train/ref_kl"]
 
 
-def test_the_adapter_alone_is_a_small_part_of_the_weights(found_ahead: FoundAhead) -> None:
-    ran = found_ahead.by(train_adapters)
+def test_the_adapter_alone_is_a_small_part_of_the_weights(ran: dict[str, Ran]) -> None:
     merged, alone = (ran[name].rows[-1]["refit/bytes_bulk"] for name in ("merged", "alone"))
     assert 0 < alone < 0.05 * merged
 
 
-def test_a_checkpoint_has_the_adapter_alone_and_a_run_goes_on_from_it(found_ahead: FoundAhead) -> None:
-    ran = found_ahead.by(train_adapters)
+def test_a_checkpoint_has_the_adapter_alone_and_a_run_goes_on_from_it(ran: dict[str, Ran]) -> None:
     assert f"resuming after step {SAVED}" in ran["resumed"].said
     assert numbers(ran["resumed"].rows) == numbers(ran["alone"].rows)
     saved = ran["alone"].folder / "checkpoints" / f"step_{SAVED:06d}"
-    size = sum(file.stat().st_size for file in saved.rglob("*.distcp"))
-    assert 0 < size < 0.5 * ran["merged"].rows[-1]["refit/bytes_bulk"]
+    files = [*saved.rglob("*.distcp"), *saved.rglob("rank_*.pt")]
+    assert 0 < sum(file.stat().st_size for file in files) < 0.5 * ran["merged"].rows[-1]["refit/bytes_bulk"]

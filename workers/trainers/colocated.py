@@ -151,7 +151,8 @@ class MegatronRank(ColocatedRank):
         frozen: as of :class:`ColocatedRank`; chunks under no DDP.
 
     Raises:
-        RefitError: a chunk is not under DDP, whose buffers are freed here; the optimizer updates the model's parameters
+        RefitError: a chunk is not under DDP, whose buffers are freed here; parameters that are not trained (a base model under LoRA),
+            which are in none of them; the optimizer updates the model's parameters
             directly, and offloading its state would take them out of their buffers; or there are CUDA graphs, which would
             use freed memory.
     """
@@ -224,6 +225,14 @@ class MegatronRank(ColocatedRank):
             problems.append(
                 "Megatron's buffers hold gradients alone, so that freeing them leaves the parameters on the GPU; set "
                 "use_distributed_optimizer"
+            )
+        frozen = [
+            name for chunk in self._chunks for name, p in chunk.named_parameters() if not p.requires_grad
+        ]
+        if frozen:
+            problems.append(
+                f"{frozen[0]} is not trained ({len(frozen)} parameters), and Megatron keeps such out of the buffers that are freed, so "
+                "that they would stay on the GPU; train all parameters"
             )
         if shared:
             problems.append(

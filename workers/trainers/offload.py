@@ -67,6 +67,19 @@ class Residence:
         """As :meth:`tasks`. Each parameter is copied to the device for its own task alone."""
         return _OnDevice(self.tasks(tasks), self._device)
 
+    def finish_gathers(self) -> None:
+        """Gather what the optimizer leaves to the next forward pass: until then the parameters hold old values.
+
+        With ``overlap_param_gather`` these are the shards of other data-parallel ranks.
+
+        Raises:
+            RefitError: as of :meth:`require_gathered`.
+        """
+        for chunk in self._model:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                self.require_gathered(chunk)
+                chunk.start_param_sync(force_sync=True)
+
     def require_gathered(self, chunk: Any) -> None:
         """Check that a delayed gather of parameters can still be done.
 

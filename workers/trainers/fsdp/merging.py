@@ -1,94 +1,19 @@
 """Shards of weights with their LoRA adapters merged in, beside the shards that are trained.
 
 peft's ``merge_and_unload`` computes ``W += transpose(B @ A) * scaling`` for one adapter after the other. A rank does that
-for its shard alone, from the whole factors. What can't be cut is the product: BLAS sums a slice of it in another order
-than the whole, and the last bit would depend on the layout. So the product is taken over whole rows and columns, as
-peft takes it, and only then cut: each layout sends the bits of peft's own merge.
-
-A product above :data:`_MOST_PRODUCT` elements is taken in bands that the full shape alone decides. It too has the same
-bits in each layout, but may differ from peft's in the last of each element.
+for its shard alone, from the whole factors, with the bits of peft's own merge (:mod:`..low_rank`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import torch
 
-from ....integration.layout import Box, box_of
+from ....integration.layout import box_of
+from ..low_rank import Delta, Part, merge
 from .adapters import LoraTarget
 from .parameters import KeptTensors
-
-# 512 MiB in FP32, the default of a bucket: the largest matrix of Qwen3-32B (5120 x 25600) fits.
-_MOST_PRODUCT = 1 << 27
-_LOW = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What an adapter adds to a weight: its whole factors on the device that computes.
-
-    Attributes:
-        a: ``[r, in]``.
-        b: ``[out, r]``.
-        scaling: ``alpha / r``, or ``alpha / sqrt(r)`` under rsLoRA.
-        transposed: whether the weight is stored ``[in, out]``.
-        rounded: whether it is rounded to the weight's dtype before it is added, as peft does for embeddings.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
-    transposed: bool
-    rounded: bool = False
-
-    def of(self, band: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-        """Rows and columns of the delta, the product being taken over the rows ``band`` of the weight.
-
-        As peft's ``get_delta_weight``: on a CPU, factors of 16 bits are multiplied in FP32.
-        """
-        a, b = self.a, self.b
-        dtype = b.dtype
-        low = b.device.type == "cpu" and dtype in _LOW
-        if low:
-            a, b = a.float(), b.float()
-        within = slice(*band)
-        product = (b @ a[:, within]).T if self.transposed else b[within] @ a
-        part = product[rows[0] - band[0] : rows[1] - band[0], slice(*columns)] * self.scaling
-        return part.to(dtype) if low else part
-
-
-def merge(
-    base: torch.Tensor,
-    box: Box,
-    shape: Sequence[int],
-    deltas: Sequence[Delta],
-    out: torch.Tensor,
-    most_product: int = _MOST_PRODUCT,
-) -> None:
-    """Write ``base`` plus ``deltas`` to ``out``, rounding as peft does in ``base``'s dtype and then once more to ``out``'s.
-
-    Args:
-        base: elements of ``box`` of a weight of ``shape``; not changed.
-        box: of the weight.
-        shape: of the full weight, two-dimensional.
-        deltas: in peft's order.
-        out: of ``base``'s shape, on any device.
-        most_product: elements of a product that is taken at once.
-    """
-    (top, bottom), columns = box
-    step = max(1, most_product // shape[1])
-    for start in range(top // step * step, bottom, step):
-        band = start, min(start + step, shape[0])
-        rows = max(top, start), min(bottom, band[1])
-        place = slice(rows[0] - top, rows[1] - top)
-        device = deltas[0].b.device if deltas else base.device
-        merged = base[place].to(device, copy=True)
-        for delta in deltas:
-            part = delta.of(band, rows, columns)
-            merged += part.to(merged.dtype) if delta.rounded else part
-        out[place].copy_(merged)
 
 
 class MergedShards:
@@ -142,15 +67,16 @@ class MergedShards:
             assert isinstance(base, list), f"{name} has a copy only if its layout is known"
             assert isinstance(merged, list)
             with torch.no_grad():
-                for part, out in zip(base, merged, strict=True):
-                    merge(part.view, part.box, part.full_shape, deltas, out.view)
+                if base:
+                    parts = [Part(b.view, b.box, m.view) for b, m in zip(base, merged, strict=True)]
+                    merge(parts, base[0].full_shape, deltas)
 
     def whole(self, name: str) -> torch.Tensor:
         """A full weight, merged, in the dtype that it is kept in; a collective as :meth:`refresh`."""
         weight = self._kept.whole(name, self._device)
         out = torch.empty_like(weight)
         with torch.no_grad():
-            merge(weight, box_of(weight.shape), weight.shape, self._deltas(name), out)
+            merge([Part(weight, box_of(weight.shape), out)], weight.shape, self._deltas(name))
         return out
 
     def _deltas(self, name: str) -> list[Delta]:

@@ -23,6 +23,8 @@ import torch
 _LOG = logging.getLogger(__name__)
 # Where the stand-ins put what Megatron asks to have on CUDA.
 DEVICE = torch.device("cpu")
+# Transformer Engine's release as which the stand-ins behave.
+_ANSWERS_AS = "2.0"
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
@@ -196,6 +198,8 @@ def _import_bridge_without_transformer_engine() -> None:
         prober.disabled = False
         for name in mocked:
             sys.modules.pop(name, None)
+    # Bridge's LoRA asks under sequence parallelism whether the norm's output comes gathered, as the stand-ins give it.
+    sys.modules["megatron.bridge.peft.utils"].version = lambda package: _ANSWERS_AS
 
 
 def _view_torch_on_cpu(view: _View) -> None:

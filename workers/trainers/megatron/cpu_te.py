@@ -116,22 +116,43 @@ class TENorm:
         raise ValueError(f"normalization {config.normalization!r} is neither RMSNorm nor LayerNorm")
 
 
-class TEColumnParallelLinear(ColumnParallelLinear):
+class _TellsSizes:
+    """Sizes of this rank's part under Transformer Engine's names, by which Bridge's LoRA knows a layer."""
+
+    weight: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+
+class TEColumnParallelLinear(_TellsSizes, ColumnParallelLinear):
     """Column-parallel linear layer: Megatron-core's own."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **_fitting(ColumnParallelLinear.__init__, kwargs))
 
 
-class TERowParallelLinear(RowParallelLinear):
+class TERowParallelLinear(_TellsSizes, RowParallelLinear):
     """Row-parallel linear layer: Megatron-core's own."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **_fitting(RowParallelLinear.__init__, kwargs))
 
 
-class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """Norm and column-parallel linear layer in one module (``layer_norm_weight``, ``weight``)."""
+class TELayerNormColumnParallelLinear(_TellsSizes, ColumnParallelLinear):
+    """Norm and column-parallel linear layer in one module (``layer_norm_weight``, ``weight``).
+
+    As Transformer Engine's it returns the normed input too, if it is asked to: under sequence parallelism gathered, or
+    this rank's part.
+    """
+
+    return_layernorm_output = False
+    return_layernorm_output_gathered = False
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(
@@ -144,7 +165,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         if not self.rms:
             self.layer_norm_bias = _norm_parameter(config, input_size, 0.0)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         normed = _normalize(
             x,
             self.layer_norm_weight,
@@ -153,10 +174,15 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
             rms=self.rms,
             zero_centered=self.zero_centered,
         )
-        return super().forward(normed, *args, **kwargs)
+        output, bias = super().forward(normed, *args, **kwargs)
+        if not self.return_layernorm_output:
+            return output, bias
+        if self.return_layernorm_output_gathered and self.config.sequence_parallel:
+            normed = gather_from_sequence_parallel_region(normed, group=self.tp_group)
+        return ((output, normed), None) if bias is None else (output, bias, normed)
 
 
-class TELinear(nn.Module):
+class TELinear(_TellsSizes, nn.Module):
     """Linear layer whose weight every tensor-parallel rank holds (``parallel_mode="duplicated"``)."""
 
     def __init__(
@@ -214,6 +240,7 @@ class _GroupedLinear(nn.Module):
         shape = [output_size, input_size]
         shape[self.split_dim] = divide(shape[self.split_dim], split)
         self.config = config
+        self.out_features, self.in_features = shape
         self.num_gemms = num_gemms
         self.use_bias = bias
         self.skip_bias_add = skip_bias_add

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup)
             itself raises on one rank, the others are in its collective until Megatron's own timeout.
     """
     # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
-    tasks = _on_meta(conversion_tasks(bridge, model), pp_group)
+    tasks = on_meta(conversion_tasks(bridge, model), pp_group)
     _tell_of_holes(bridge, model, tasks)
     yielded = _walk_on_meta(bridge, model, tasks)
     return on_all_ranks("the enumeration of Bridge's export", lambda: joined(tasks, _specs_of(yielded)))
@@ -85,11 +85,17 @@ def _walk_on_meta(
     cursor = _TaskCursor(tasks)
     yielded: list[list[tuple[TensorSpec, torch.device]]] = [[] for _ in tasks]
     # To its end, whatever it yields: other pipeline stages are in the same export.
-    for name, weight in bridge.export_hf_weights(
-        model, cpu=False, show_progress=False, conversion_tasks=cursor
-    ):
+    for name, weight in base_weights(bridge, model, cursor):
         yielded[cursor.current].append((TensorSpec(name, tuple(weight.shape), weight.dtype), weight.device))
     return yielded
+
+
+def base_weights(bridge: Any, model: list[Any], tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Bridge's export of ``tasks``, without what adapters would add, under the names of a model that has none."""
+    for name, weight in bridge.export_hf_weights(
+        model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+    ):
+        yield name.replace(".base_layer", ""), weight
 
 
 def _specs_of(yielded: list[list[tuple[TensorSpec, torch.device]]]) -> list[list[TensorSpec]]:
@@ -159,7 +165,8 @@ def _named_by(mapping: Any) -> str:
     return named if isinstance(named, str) else ", ".join(named.values())
 
 
-def _on_meta(tasks: list[Any], pp_group: dist.ProcessGroup) -> list[Any]:
+def on_meta(tasks: Sequence[Any], pp_group: dist.ProcessGroup) -> list[Any]:
+    """Bridge's tasks with a meta tensor in the place of every parameter, also of other stages'; a collective of the pipeline's stages."""
     ours = {
         t.global_param_name: (t.param_weight.shape, t.param_weight.dtype)
         for t in tasks

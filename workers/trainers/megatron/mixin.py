@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ....integration.config import RefitConfig
-from ....integration.errors import RefitError
 from ...kv_scales.calibration import Record, core_attentions, watch_megatron
 from ..source_mixin import SourceRefitMixin
+from .adapter_source import AdapterSource
 from .enumeration import conversion_tasks
 from .source import MegatronSource
 
@@ -25,14 +25,9 @@ class MegatronRefitMixin(SourceRefitMixin):
     bridge: Any
     refit_config: RefitConfig
 
-    def _make_refit_source(self) -> MegatronSource:
-        if self.refit_config.lora == "adapter":
-            raise RefitError(
-                "policy.refit.lora is adapter, but Megatron's adapters travel merged alone: Bridge joins them with the "
-                "weights it exports. Nothing was sent; set it to merge on all ranks of both sides",
-                stage="settings",
-            )
-        return MegatronSource(self.bridge, self.model)
+    def _make_refit_source(self) -> MegatronSource | AdapterSource:
+        kind = AdapterSource if self.refit_config.lora == "adapter" else MegatronSource
+        return kind(self.bridge, self.model)
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
         # Asked for anew, as who trains may have put other modules in place; a collective of the pipeline's stages.

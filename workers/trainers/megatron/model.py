@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Adapters of Megatron-Bridge beside frozen weights; they alone are trained. Each expert has its own.
+
+    Attributes:
+        rank: of the factors.
+        alpha: what the factors add is scaled by ``alpha / rank``.
+        target_modules: Megatron's names of the linear layers that get factors, e.g. ``linear_qkv``; those that a model
+            lacks count for nothing.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MegatronModel:
     """A built model.
 
@@ -142,6 +159,7 @@ def build_megatron(
     recompute: Recompute | None = None,
     fuse_gradient_accumulation: bool = True,
     fp8_param: bool = False,
+    lora: Lora | None = None,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -164,10 +182,12 @@ def build_megatron(
             it off.
         fp8_param: linear layers compute in FP8 (E4M3, blocks of 128 by 128) and keep their weights so: Transformer Engine's
             blockwise recipe. On GPUs from Hopper on, with ``dtype`` bfloat16.
+        lora: adapters, whose factors have ``dtype``; None trains all weights.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
-        ValueError: the layout fits neither the ranks nor the model-parallel state that is there already.
+        ValueError: the layout fits neither the ranks nor the model-parallel state that is there already; no layer gets an
+            adapter of ``lora``.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
     folder, checked = check_on_all_ranks(model_path, layout, load_weights)
@@ -193,6 +213,8 @@ def build_megatron(
 
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    if lora is not None:
+        provider.register_pre_wrap_hook(partial(_put_adapters, lora))
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, fp8_param_gather=fp8_param
     )
@@ -202,6 +224,8 @@ def build_megatron(
         use_cpu_initialization=on_cpu,
     )
     unquantized = None
+    if lora is not None:
+        _require_adapters(lora, model)
     if load_weights:
         # Bridge then keeps what it loads. Its export must give BF16 again: it is what rules are held against.
         usual = bridge.export_weight_dtype
@@ -217,6 +241,27 @@ def build_megatron(
         config=checked or bridge.hf_pretrained.config,
         unquantized=unquantized,
     )
+
+
+def _put_adapters(lora: Lora, model: list[Any]) -> list[Any]:
+    from megatron.bridge.peft.lora import LoRA
+
+    # Bridge warns of names that it finds nowhere, and takes all linear layers if it is given none.
+    present = {path.rpartition(".")[2] for chunk in model for path, _ in chunk.named_modules()}
+    targets = [name for name in lora.target_modules if name in present] or [*lora.target_modules]
+    # One that experts share would count in the gradient's norm as often as there are ranks of expert parallelism.
+    return LoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha, share_expert_adapters=False)(model)
+
+
+def _require_adapters(lora: Lora, model: list[Any]) -> None:
+    """A collective: a pipeline stage may have none."""
+    trained = sum(p.requires_grad for chunk in model for p in chunk.parameters())
+    found: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, trained)
+    if not any(found):
+        raise ValueError(
+            f"no layer of the model is named {' or '.join(lora.target_modules)}, so that nothing would be trained"
+        )
 
 
 def set_layout(provider: Any, layout: MegatronLayout) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ....integration.layout import Fragment
 from .agreement import on_all_ranks
-from .enumeration import VOCABULARY, Enumeration, conversion_tasks
+from .enumeration import VOCABULARY, Enumeration, base_weights, conversion_tasks
 from .native_fp8 import is_native
 from .rules import Refused, fits_any_shape, fragments_of_task, parameter_like
 
@@ -165,12 +165,7 @@ def _disproved(bridge: Any, model: list[Any], tasks: list[Any], shapes: Shapes, 
         return probes, wanted
 
     probes, wanted = on_all_ranks("a probe of a shard rule", prepare)
-    exported = {
-        name: weight.detach()
-        for name, weight in bridge.export_hf_weights(
-            model, cpu=False, show_progress=False, conversion_tasks=probes, merge_adapter_weights=False
-        )
-    }
+    exported = {name: weight.detach() for name, weight in base_weights(bridge, model, probes)}
     return on_all_ranks(
         "the comparison of a shard rule with Bridge's export",
         lambda: {

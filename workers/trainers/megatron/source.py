@@ -14,7 +14,9 @@ from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
+from .adapters import Adapters, has_adapters, is_adapted
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
+from .merging import MergedWeights
 from .native_fp8 import as_codes, is_native, native_blocks, native_storage_key, with_scales
 from .places import Places
 from .rules import Refused, fragments_of_task
@@ -52,7 +54,11 @@ class MegatronSource:
         known: of Bridge's export; None asks it, with all trainer ranks.
 
     Building it is a collective of all trainer ranks (names and shapes of other pipeline stages are
-    exchanged, and each rule is tried on the installed Bridge); nothing else is, but ``export``.
+    exchanged, and each rule is tried on the installed Bridge); nothing else is, but ``export``, and under adapters ``prepare``,
+    which gathers their factors. Adapters of Bridge's LoRA are merged on the way, as :mod:`.merging` says.
+
+    Raises:
+        RefitError: adapters that can't be merged; lists all reasons.
     """
 
     def __init__(self, bridge: Any, model: list[Any], known: Survey | None = None):
@@ -63,11 +69,11 @@ class MegatronSource:
         self._enumeration, self._disproved = known.enumeration, known.disproved
         self._tasks = conversion_tasks(bridge, model)
         self._places = Places(model, self._tasks)
-        # On any pipeline stage: the tasks name the parameters of all.
-        self._has_adapters = any(
-            "to_wrap" in task.global_param_name or ".adapter." in task.global_param_name
-            for task in self._tasks
-        )
+        self._adapters: Adapters | None = None
+        self._merged: MergedWeights | None = None
+        if has_adapters(self._tasks):
+            self._adapters = Adapters(bridge, model, self._tasks, self.device)
+            self._merged = MergedWeights(self._adapters, self._tasks, self.device)
         self._chosen: tuple[frozenset[str], list[Any]] = frozenset(), []
         self._look = StorageLook()
         self._vocabulary = _padded_vocabulary(self._enumeration, self._tasks, bridge.hf_pretrained.config)
@@ -96,6 +102,8 @@ class MegatronSource:
             if task.param_weight is None:
                 continue
             try:
+                if self._merged is not None:
+                    task = self._merged.of(index, task)
                 fragments = [self._without_padding(f) for f in fragments_of_task(task, self._shapes)]
                 if index in self._disproved:
                     raise Refused(self._disproved[index])
@@ -118,6 +126,8 @@ class MegatronSource:
                 continue
             native.update(names)
             try:
+                if is_adapted(task):
+                    raise Refused("LoRA: Bridge merges the adapter on export")
                 if index in self._disproved:
                     raise Refused(self._disproved[index])
                 found = native_blocks(task.param_weight)
@@ -130,26 +140,28 @@ class MegatronSource:
         return held, refused, frozenset(native)
 
     def prepare(self) -> None:
-        # With this setting the optimizer leaves other data-parallel ranks' shards to be gathered by the next
-        # forward pass; until then the parameters hold old values.
-        for chunk in self._model:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-                self._residence.require_gathered(chunk)
-                chunk.start_param_sync(force_sync=True)
+        self._residence.finish_gathers()
+        if self._merged is not None:
+            self._follow_parameters()
+            self._merged.refresh(self._residence.tasks(self._tasks))
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
         if wanted != self._chosen[0]:
             # Kept: every refit asks for the same ones, and must not walk through thousands of tasks.
             self._chosen = wanted, [self._tasks[i] for i in self._enumeration.tasks_for(wanted)]
-        exported = self._bridge.export_hf_weights(
-            self._model,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=self._residence.on_device(self._chosen[1]),
+        tasks = self._residence.on_device(self._chosen[1])
+        if self._adapters is None:
             # Bridge would look for adapters in every module of the model: 70 ms for Qwen3-30B-A3B at EP2.
-            merge_adapter_weights=self._has_adapters,
-        )
+            exported = self._bridge.export_hf_weights(
+                self._model,
+                cpu=False,
+                show_progress=False,
+                conversion_tasks=tasks,
+                merge_adapter_weights=False,
+            )
+        else:
+            exported = self._adapters.merged_export(tasks)
         for name, weight in exported:
             if name in wanted:
                 rows = self._vocabulary.get(name)
@@ -160,12 +172,17 @@ class MegatronSource:
         owned = [task.param_weight for task in self._tasks if task.param_weight is not None]
         native = [weight for weight in owned if is_native(weight)]
         plain = [weight for weight in owned if not is_native(weight)] if native else owned
+        if self._merged is not None:
+            plain = [*plain, *self._merged.copies]
         return self._look.key(plain), native_storage_key(native), self._residence.key()
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; what Megatron's optimizer writes, it does not count."""
         self._follow_parameters()
-        owned = ((task.global_param_name, task.param_weight) for task in self._tasks)
+        owned = [(task.global_param_name, task.param_weight) for task in self._tasks]
+        if self._adapters is not None:
+            self._adapters.follow()
+            owned += self._adapters.parameters()
         return writes_of((name, w) for name, w in owned if w is not None and not is_native(w))
 
     def _follow_parameters(self) -> None:

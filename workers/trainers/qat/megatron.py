@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ....integration.quantize.nvfp4_checkpoint import fused_module
+from ..megatron.adapters import is_adapted
 from ..megatron.enumeration import conversion_tasks
 from ..megatron.rules import Refused, fragments_of_task
 from ..megatron.source import MegatronSource
@@ -101,6 +102,8 @@ def _is_linear(module: Any) -> bool:
 
 def _placed(task: Any) -> tuple[tuple[str, ...], str]:
     """The weights that a parameter holds parts of, and why it can't be quantized, or an empty string."""
+    if is_adapted(task):
+        return _named(task), "an adapter adds to it"
     try:
         fragments = fragments_of_task(task, {})
     except Refused as reason:

@@ -128,5 +128,3 @@ def _require_plain(task: Any) -> None:
         raise Refused("Bridge applies an export hook that may change values")
     if task.weight_dtype is not None and task.weight_dtype != weight.dtype:
         raise Refused(f"Bridge casts it to {task.weight_dtype} on export")
-    if "to_wrap" in task.global_param_name or ".adapter." in task.global_param_name:
-        raise Refused("LoRA: Bridge merges the adapter on export")

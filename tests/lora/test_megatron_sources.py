@@ -1,0 +1,108 @@
+"""Bridge's adapters on Megatron ranks: what goes shard to shard is Bridge's own export, bit for bit, refit after refit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.workers.lora import SETTINGS_NAME
+from tests.ahead import FoundAhead
+from tests.families.cases import WORLD, Layout
+from tests.families.checkpoints import write_checkpoint
+from tests.spawn import run_ranks
+
+from .megatron_ranks import REFUSED, VERSIONS, Case, examine
+
+_LATENT = [
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+]
+CASES = {
+    "TP2 PP2": Case("qwen3", Layout(tp=2, pp=2)),
+    "TP4": Case("llama", Layout(tp=4)),
+    "TP2, canonical": Case("qwen3", Layout(tp=2), "CanonicalLoRA"),
+    "TP2 EP2, experts share an adapter": Case("qwen3_moe", Layout(tp=2, ep=2)),
+    "PP2 EP2, an adapter of each expert": Case(
+        "qwen3_moe", Layout(pp=2, ep=2), fields={"share_expert_adapters": False}
+    ),
+    "TP2 EP2, latent attention": Case(
+        "deepseek_v3", Layout(tp=2, ep=2), fields={"target_modules": [*_LATENT, "linear_fc1", "linear_fc2"]}
+    ),
+}
+
+
+OTHERS = {
+    "exchanged": Case("llama", Layout(tp=4), exchanged=True),
+    REFUSED: Case("qwen3_moe", Layout(tp=2, etp=2)),
+}
+
+
+def examine_adapters(folder: Path) -> dict[str, Any]:
+    cases = CASES | OTHERS
+    checkpoints = {
+        of: write_checkpoint(of[0], folder / "-".join(map(str, of)), short=of[1])
+        for of in {case.checkpoint for case in cases.values()}
+    }
+    run_ranks(examine, WORLD, cases, checkpoints, str(folder))
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in cases}
+
+
+AHEAD = (examine_adapters,)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_shards_are_what_bridge_merges_and_the_trained_weights_stay(
+    name: str, found_ahead: FoundAhead
+) -> None:
+    found = found_ahead.by(examine_adapters)[name]
+    assert len(found["merged"]) == VERSIONS
+    for version in found["merged"]:
+        assert version["wrong"] == []
+        assert version["changed"] > 0
+        assert all("router" in reason for reason in version["reasons"].values())
+    assert found["touched"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_adapter_alone_is_what_bridge_exports_of_it_under_the_names_of_its_checkpoint(
+    name: str, found_ahead: FoundAhead
+) -> None:
+    found = found_ahead.by(examine_adapters)[name]
+    assert len(found["alone"]) == VERSIONS
+    for version in found["alone"]:
+        assert version["wrong"] == []
+        assert list(version["reasons"]) == [SETTINGS_NAME]
+
+
+@pytest.mark.parametrize("way", ["merged", "alone"])
+def test_an_adapter_that_bridge_splits_in_another_way_than_its_weight_goes_through_bridge(
+    way: str, found_ahead: FoundAhead
+) -> None:
+    for version in found_ahead.by(examine_adapters)["exchanged"][way]:
+        assert version["wrong"] == []
+        split = {name for name, reason in version["reasons"].items() if "in another order" in reason}
+        assert {name.split(".mlp.")[1].split("_")[0] for name in split} == {"gate", "up"}
+        assert {*version["reasons"]} - split <= {SETTINGS_NAME}
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("none", "the model has no adapter"),
+        ("dora", "is no plain LoRA"),
+        ("expert tensor parallelism", "expert_tensor_parallel_size=1"),
+        ("disabled", "adapters are disabled"),
+        ("other scaling", "other ranks or scalings"),
+        ("trained beside", "are no factors"),
+    ],
+)
+def test_adapters_that_would_reach_the_engine_as_something_else_are_refused(
+    case: str, told: str, found_ahead: FoundAhead
+) -> None:
+    assert told in found_ahead.by(examine_adapters)[REFUSED][case]
