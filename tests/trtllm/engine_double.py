@@ -133,6 +133,12 @@ class _ModelEngine:
     def forward(self, batch: Any) -> str:
         return f"tokens of {batch}"
 
+    def forward_encoder(self, batch: Any) -> str:
+        return f"states of {batch}"
+
+    def forward_multimodal_encoder_items(self, batch: Any) -> str:
+        return f"features of {batch}"
+
 
 class _Engine:
     def __init__(self, model: _Module) -> None:
@@ -141,7 +147,8 @@ class _Engine:
         self._held = False
 
     @contextlib.contextmanager
-    def control_action(self) -> Iterator[None]:
+    def control_action(self, drain: bool = True) -> Iterator[None]:
+        assert drain, "running requests have to end before weights change"
         assert not self._held, "a control action inside another one waits for ever"
         self._held = True
         try:

@@ -154,6 +154,38 @@ def test_weights_are_guarded_before_anybody_calls_the_worker(extension: type) ->
         loaded.step("a")
 
 
+@pytest.mark.parametrize("step", ["forward", "forward_encoder", "forward_multimodal_encoder_items"])
+def test_no_step_computes_with_half_loaded_weights(scene: Scene, step: str) -> None:
+    """What an encoder makes of them would be kept, and used once the refit has committed."""
+    run = getattr(scene.worker.engine.model_engine, step)
+    run("a")
+    scene.driver.begin(0, scene.source.specs())
+    with pytest.raises(EngineDirty):
+        run("a")
+
+
+def test_a_model_that_can_not_be_loaded_again_goes_on_serving(scene: Scene) -> None:
+    _by_hand(scene, 0)
+    before = scene.worker.held()
+
+    def check_reload_capability() -> None:
+        raise NotImplementedError("EPLB")
+
+    scene.worker.engine.model_engine.model.check_reload_capability = check_reload_capability
+    with pytest.raises(RefitError, match="NotImplementedError: EPLB"):
+        scene.sender.refit(1)
+    scene.driver.require_servable()
+    assert (scene.driver.version, scene.worker.held()) == (0, before)
+    assert scene.worker.step("a") == "tokens of a"
+
+
+def test_what_verls_server_asks_of_a_worker_is_there_in_all_versions(extension: type) -> None:
+    worker = Scene(extension).worker
+    worker.wait_for_engine_idle()
+    worker.reset_prefix_cache()
+    assert worker.counts()["prefix_resets"] == 1
+
+
 @pytest.mark.parametrize(
     "call",
     [

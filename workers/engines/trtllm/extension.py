@@ -32,6 +32,7 @@ class TrtllmRefit(WorkerExtension):
 
     # Of TensorRT-LLM's worker.
     device_id: int
+    engine: Any
     sleep: Callable[[list[str]], None]
     wakeup: Callable[[list[str]], None]
 
@@ -90,6 +91,15 @@ class TrtllmRefit(WorkerExtension):
     def refit_commit(self, version: int) -> dict[str, Any]:
         """Serve the weights; called once all workers have finished."""
         return _done(lambda: self._refit.commit(version))
+
+    @compat.control_action
+    def wait_for_engine_idle(self) -> None:
+        """Return when no request runs or waits: later TensorRT-LLM's, which verl calls."""
+
+    @compat.control_action
+    def reset_prefix_cache(self) -> None:
+        """Drop the cached prefixes, once no request holds one: later TensorRT-LLM's, which verl calls."""
+        self.engine.reset_prefix_cache()
 
     def refit_describe(self) -> dict[str, Any]:
         """This worker's GPU, whether its model takes buckets, what the tag ``weights`` stands for, and its version."""

@@ -118,10 +118,12 @@ class WorkerRefit:
                 neither a refit nor a checkpoint has brought the engine's weights.
 
         Raises:
-            RefitError: the weights are asleep, or their names are not known. Nothing has changed.
+            RefitError: the weights are asleep, their names are not known, or the model can't be loaded again. Nothing has
+                changed.
         """
         self.guard.require_awake()
         arriving = self._expected(version, specs)
+        compat.require_reloadable(self._worker)
         if self._arriving is not None:
             logger.warning("refit %d begins; refit %d had not committed", version, self._arriving.version)
             compat.abort_cycle(self._worker)
@@ -378,7 +380,7 @@ class WorkerRefit:
 
 
 def _guarded(worker: Any, state: ServingState) -> WeightsGuard:
-    """Guard a worker's weights from here on: its ``sleep`` and ``wakeup``, and its model engine's ``forward``, are wrapped."""
+    """Guard a worker's weights from here on: its ``sleep`` and ``wakeup``, and its model engine's steps, are wrapped."""
     load_format = getattr(worker.llm_args, "load_format", "")
     guard = WeightsGuard(state, dummy="dummy" in str(getattr(load_format, "name", load_format)).lower())
 
@@ -392,7 +394,8 @@ def _guarded(worker: Any, state: ServingState) -> WeightsGuard:
         guard.woke(wakeup_tags)
 
     # TensorRT-LLM answers all running requests with the error's text; some versions' executors end with it.
-    call_before(worker.engine.model_engine, "forward", lambda *_, **__: guard.require_servable())
+    for step in compat.steps(worker):
+        call_before(worker.engine.model_engine, step, lambda *_, **__: guard.require_servable())
     call_after(worker, "sleep", slept)
     call_after(worker, "wakeup", woke)
     return guard
