@@ -27,7 +27,7 @@ def place_of(name: str) -> str:
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
 
-class _Module(torch.nn.Module):
+class Model(torch.nn.Module):
     """All parameters; each joined one holds its parts one after the other, flat."""
 
     def __init__(self, specs: Sequence[TensorSpec], device: str) -> None:
@@ -77,7 +77,7 @@ class _Module(torch.nn.Module):
             target.copy_(source if source.dtype == target.dtype else source.to(target.dtype))
 
 
-class _TextModel(_Module):
+class TextModel(Model):
     def load_weights(self, weights: dict[str, torch.Tensor], allow_partial_loading: bool = False) -> None:
         assert allow_partial_loading, "the extension loads in parts"
         for unit in self.units:
@@ -85,14 +85,14 @@ class _TextModel(_Module):
         self.load(weights)
 
 
-class _VisionModel(_Module):
+class VisionModel(Model):
     def load_weights(
         self, weights: dict[str, torch.Tensor]
     ) -> None:  # all at once, as some vision-language models
         self.load(weights)
 
 
-class _ModelLoader:
+class ModelLoader:
     def __init__(self) -> None:
         self.open = False
         self.buckets = 0
@@ -104,7 +104,7 @@ class _ModelLoader:
         self.buckets += 1
         if self.buckets == self.fail_at:
             raise RuntimeError("CUDA out of memory")
-        if isinstance(model, _VisionModel):
+        if isinstance(model, VisionModel):
             assert allow_partial_loading is False, "allow_partial_loading is not supported for this model"
             model.load_weights(weights)
         else:
@@ -123,8 +123,8 @@ class _ModelLoader:
 
 
 class _ModelEngine:
-    def __init__(self, model: _Module) -> None:
-        self.model, self.model_loader = model, _ModelLoader()
+    def __init__(self, model: Model) -> None:
+        self.model, self.model_loader = model, ModelLoader()
         self.graph_releases = 0
 
     def _release_cuda_graphs(self) -> None:
@@ -140,8 +140,8 @@ class _ModelEngine:
         return f"features of {batch}"
 
 
-class _Engine:
-    def __init__(self, model: _Module) -> None:
+class Engine:
+    def __init__(self, model: Model) -> None:
         self.model_engine = _ModelEngine(model)
         self.prefix_resets = 0
         self._held = False
@@ -167,7 +167,7 @@ class _Worker:
     request can be given to one. Making the engine runs the model (``PyExecutor``'s warm-up).
     """
 
-    def __init__(self, device_id: int, model: _Module, load_format: str, checkpoint: Path | None) -> None:
+    def __init__(self, device_id: int, model: Model, load_format: str, checkpoint: Path | None) -> None:
         self.device_id = device_id
         self._model = model
         self._hf_model_dir = checkpoint
@@ -176,7 +176,7 @@ class _Worker:
         self.llm_args = SimpleNamespace(load_format=SimpleNamespace(name=load_format))
 
     def setup_engine(self) -> None:
-        self.engine = _Engine(self._model)
+        self.engine = Engine(self._model)
         self.step("warm-up")
 
     def sleep(self, sleep_tags: list[str]) -> None:
@@ -209,7 +209,7 @@ class _Worker:
         self.engine.model_engine.model_loader.fail_at = bucket
 
 
-def _injected(extension: type) -> type:
+def injected(extension: type) -> type:
     """As TensorRT-LLM mixes an extension in: behind the worker's class, and without names that this one has."""
     for name in dir(extension):
         assert name.startswith("__") or not hasattr(_Worker, name), f"the worker has {name} already"
@@ -239,8 +239,8 @@ class DoubleLLM:
         checkpoint: Path | None = None,
         device: str = "cpu",
     ) -> None:
-        kind = _TextModel if in_parts else _VisionModel
-        cls = _injected(extension)
+        kind = TextModel if in_parts else VisionModel
+        cls = injected(extension)
         self.workers: list[Any] = [
             cls(first + i, kind(specs, device), load_format, checkpoint) for i in range(workers)
         ]

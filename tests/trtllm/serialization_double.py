@@ -57,7 +57,9 @@ def latest_loads(
     approved_module_patterns: Any = None,
     disallowed_imports: Any = None,
 ) -> Any:
-    return _Unpickler(s, approved_imports, approved_module_patterns, disallowed_imports, True).load()  # rule 5
+    return _Unpickler(
+        s, approved_imports, approved_module_patterns, disallowed_imports, True
+    ).load()  # rule 5
 
 
 def deny_list_loads(

@@ -179,6 +179,17 @@ def test_a_model_that_can_not_be_loaded_again_goes_on_serving(scene: Scene) -> N
     assert scene.worker.step("a") == "tokens of a"
 
 
+def test_an_engine_that_keeps_what_an_encoder_made_is_not_refitted(scene: Scene) -> None:
+    model = scene.worker.engine.model_engine.model
+    model.encoder_cache_active = True
+    with pytest.raises(RefitError, match="encoder_cache_max_bytes"):
+        scene.sender.refit(0)
+    scene.driver.require_servable()
+    model.encoder_cache_active = False
+    scene.sender.refit(0)
+    scene.check()
+
+
 def test_what_verls_server_asks_of_a_worker_is_there_in_all_versions(extension: type) -> None:
     worker = Scene(extension).worker
     worker.wait_for_engine_idle()

@@ -50,14 +50,22 @@ def uncontrolled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_reloadable(worker: Any) -> None:
-    """Ask the model's modules whether they can be loaded again, where this version has the question.
+    """Ask the model and its modules whether they can be loaded again, where this version has the question.
 
     TensorRT-LLM's own extension asks with the first bucket, when the engine has begun to refuse steps.
 
     Raises:
-        RefitError: one can't (experts that are balanced over ranks, EPLB). Nothing has changed.
+        RefitError: one can't (experts that are balanced over ranks, EPLB); or the model keeps what its encoder made of images,
+            which TensorRT-LLM does not drop when it finalizes. Nothing has changed.
     """
-    for module in worker.engine.model_engine.model.modules():
+    model = worker.engine.model_engine.model
+    if getattr(model, "encoder_cache_active", False):
+        raise RefitError(
+            "the engine's multimodal encoder cache would go on serving what it made with the old weights, as no refit of "
+            "TensorRT-LLM drops it. Nothing was written; start the engine with multimodal_config.encoder_cache_max_bytes=0",
+            stage="handshake",
+        )
+    for module in model.modules():
         if hasattr(module, "check_reload_capability") and not getattr(module, "_weights_removed", False):
             try:
                 module.check_reload_capability()
