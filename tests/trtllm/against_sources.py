@@ -30,7 +30,7 @@ from rlrefit.workers.engines.trtllm.driver import EXTENSION, TrtllmDriver
 from rlrefit.workers.engines.trtllm.payload import decode, encode
 from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
-from .engine_double import TextModel, VisionModel, answered, expected, injected
+from .engine_double import AtOnceModel, Model, TextModel, VisionModel, answered, expected, injected
 from .package_double import get_device_uuid
 from .published import MEMORY, NOT_RUN, TorchLlmArgs, cuda_shaped, installed, model_loader, ray_worker
 from .sources import ListSource, some_weights
@@ -59,13 +59,13 @@ class Case:
         self,
         extension: str = EXTENSION,
         *,
-        in_parts: bool = True,
+        kind: type[Model] = TextModel,
         load_format: str = "AUTO",
         weights: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.source = ListSource(weights or some_weights())
         self._kept: list[torch.Tensor] = []
-        model = (TextModel if in_parts else VisionModel)(self.source.specs(), "cpu")
+        model = kind(self.source.specs(), "cpu")
         llm_args = TorchLlmArgs(load_format=SimpleNamespace(name=load_format), sleep_config=object())
         module = ray_worker()
         if module is None:
@@ -272,16 +272,17 @@ def payloads_for_other_gpus_are_refused() -> None:
 
 
 @check
-def a_model_without_partial_loading_gets_all_weights_at_once() -> None:
-    case = Case(in_parts=False)
-    driver, sender = case.driven()
-    assert not driver.loads_in_parts
-    for version in range(2):
-        case.source.weights = some_weights(version)
-        sender.refit(version)
-        case.require_held()
-    assert case.loader.buckets == 2
-    assert "reload" not in vars(case.loader)
+def a_model_or_layers_without_partial_loading_get_all_weights_at_once() -> None:
+    for kind in (VisionModel, AtOnceModel):
+        case = Case(kind=kind)
+        driver, sender = case.driven()
+        assert not driver.loads_in_parts
+        for version in range(2):
+            case.source.weights = some_weights(version)
+            sender.refit(version)
+            case.require_held()
+        assert case.loader.buckets == 2
+        assert "reload" not in vars(case.loader)
 
 
 @check

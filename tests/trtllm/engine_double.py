@@ -3,7 +3,8 @@
 What its loader has in common with TensorRT-LLM's: q, k and v, and gate and up, are joined; a tensor of another dtype than
 its parameter's is *converted* (``copy_weight``), silently; block scales of NVFP4 must be ``float8_e4m3fn``; a name that no
 parameter wants is passed over; parts of a joined parameter may come in different calls if partial loading is allowed, but
-not those of NVFP4 (``NVFP4LinearMethod.load_weights_fused_qkv_linear`` of several versions knows no partial loading).
+not those of NVFP4 (``NVFP4LinearMethod.load_weights_fused_qkv_linear`` of several versions knows no partial loading; as
+``load_weights`` gives every call to every joined layer, such a layer fails with each bucket that has none of its weights).
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ _JOINED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 def place_of(name: str) -> str:
     """The engine's parameter that holds this weight."""
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
+
+
+class _InParts:
+    def load_weights(
+        self, module: Any, weights: Any, mode: Any, allow_partial_loading: bool = False
+    ) -> None: ...
+
+    def load_weights_fused_qkv_linear(
+        self, module: Any, weights: Any, allow_partial_loading: bool = False
+    ) -> None: ...
+
+
+class _AtOnce(_InParts):
+    def load_weights_fused_qkv_linear(self, module: Any, weights: Any) -> None: ...  # type: ignore[override]
 
 
 class Model(torch.nn.Module):
@@ -78,11 +93,20 @@ class Model(torch.nn.Module):
 
 
 class TextModel(Model):
+    """Its NVFP4 layers load in parts if ``quant_method`` says so."""
+
+    quant_method: _InParts = _InParts()
+
     def load_weights(self, weights: dict[str, torch.Tensor], allow_partial_loading: bool = False) -> None:
         assert allow_partial_loading, "the extension loads in parts"
         for unit in self.units:
-            assert not unit & weights.keys() or unit <= weights.keys(), "NVFP4 is loaded in parts"
+            elsewhere = not unit & weights.keys() and not isinstance(self.quant_method, _AtOnce)
+            assert elsewhere or unit <= weights.keys(), "NVFP4 is loaded in parts"
         self.load(weights)
+
+
+class AtOnceModel(TextModel):
+    quant_method = _AtOnce()
 
 
 class VisionModel(Model):
@@ -224,6 +248,7 @@ class DoubleLLM:
         specs: the weights of its model.
         workers: one for each GPU from ``first`` on.
         in_parts: whether the model takes its weights in buckets.
+        quantized_in_parts: whether its NVFP4 layers do.
         checkpoint: the folder that TensorRT-LLM opened as the model's.
     """
 
@@ -235,11 +260,12 @@ class DoubleLLM:
         workers: int = 1,
         first: int = 0,
         in_parts: bool = True,
+        quantized_in_parts: bool = True,
         load_format: str = "AUTO",
         checkpoint: Path | None = None,
         device: str = "cpu",
     ) -> None:
-        kind = TextModel if in_parts else VisionModel
+        kind = VisionModel if not in_parts else TextModel if quantized_in_parts else AtOnceModel
         cls = injected(extension)
         self.workers: list[Any] = [
             cls(first + i, kind(specs, device), load_format, checkpoint) for i in range(workers)

@@ -157,10 +157,30 @@ def release_graphs(worker: Any) -> None:
 
 
 def loads_in_parts(worker: Any) -> bool:
-    """Whether the worker's model takes its weights in several buckets; some vision-language models take all at once."""
-    return (
-        "allow_partial_loading" in inspect.signature(worker.engine.model_engine.model.load_weights).parameters
+    """Whether the worker's model takes its weights in several buckets.
+
+    Some vision-language models take all at once. And a bucket reaches every joined layer, without weights if it has none of the
+    layer's: methods for quantized layers that do not know partial loading (NVFP4's in several versions) fail then.
+    """
+    modules = worker.engine.model_engine.model.modules()
+    kinds = {
+        type(method) for module in modules if (method := getattr(module, "quant_method", None)) is not None
+    }
+    return knows_parts(worker) and all(
+        _partial(getattr(kind, name))
+        for kind in kinds
+        for name in dir(kind)
+        if name.startswith("load_weights")
     )
+
+
+def knows_parts(worker: Any) -> bool:
+    """Whether the model's own ``load_weights`` can be told that other weights come in other calls."""
+    return _partial(worker.engine.model_engine.model.load_weights)
+
+
+def _partial(load: Callable[..., Any]) -> bool:
+    return "allow_partial_loading" in inspect.signature(load).parameters
 
 
 def device_uuid(device_id: int) -> str:

@@ -106,7 +106,7 @@ class TrtllmRefit(WorkerExtension):
         return answer(
             lambda: {
                 "device": compat.device_uuid(self.device_id),
-                "in_parts": compat.loads_in_parts(self),
+                "in_parts": self._refit.in_parts,
                 "tags": list(compat.memory_tags()),
                 "version": self._refit.state.version,
             }
