@@ -50,8 +50,6 @@ NOT_RUN = (
     "_torch/modules/linear.py and fused_moe: torch.ops.trtllm; joining and converting is done by the double's model",
     "llmapi/llm_args.py: pydantic models over bindings; its ExecutorMemoryType is run alone",
 )
-
-
 # What later loaders call on the weight mapper of a model, and what its base class does nothing in.
 _OF_MAPPERS = ("begin_update_weights", "finalize_update_weights", "abort_update_weights")
 
