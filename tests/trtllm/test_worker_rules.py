@@ -322,6 +322,24 @@ def test_workers_that_do_not_answer_end_the_refit(scene: Scene) -> None:
         scene.sender.refit(0)
 
 
+def test_a_control_action_that_fails_is_a_refit_error_and_the_next_refit_goes_through(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an executor whose loop does not come to the action in time, or has ended."""
+    scene.sender.refit(0)
+
+    def control_action(drain: bool = True) -> Any:
+        raise RuntimeError("timed out waiting for the executor loop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.worker.engine, "control_action", control_action)
+        with pytest.raises(RefitError, match="refit_begin: RuntimeError: timed out"):
+            scene.sender.refit(1)
+    scene.source.weights = some_weights(seed=2)
+    scene.sender.refit(2)
+    scene.check()
+
+
 def test_engines_that_can_not_be_told_apart_or_are_none_have_no_driver(scene: Scene) -> None:
     for llms in ((scene.llms[0], scene.llms[0]), ()):
         with pytest.raises(RefitError):
