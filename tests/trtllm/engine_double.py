@@ -3,7 +3,8 @@
 What its loader has in common with TensorRT-LLM's: q, k and v, and gate and up, are joined; a tensor of another dtype than
 its parameter's is *converted* (``copy_weight``), silently; block scales of NVFP4 must be ``float8_e4m3fn``; a name that no
 parameter wants is passed over; parts of a joined parameter may come in different calls if partial loading is allowed, but
-not those of NVFP4 (``NVFP4LinearMethod.load_weights_fused_qkv_linear`` of several versions knows no partial loading).
+not those of NVFP4 (``NVFP4LinearMethod.load_weights_fused_qkv_linear`` of several versions knows no partial loading; as
+``load_weights`` gives every call to every joined layer, such a layer fails with each bucket that has none of its weights).
 """
 
 from __future__ import annotations
@@ -27,7 +28,21 @@ def place_of(name: str) -> str:
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
 
-class _Module(torch.nn.Module):
+class _InParts:
+    def load_weights(
+        self, module: Any, weights: Any, mode: Any, allow_partial_loading: bool = False
+    ) -> None: ...
+
+    def load_weights_fused_qkv_linear(
+        self, module: Any, weights: Any, allow_partial_loading: bool = False
+    ) -> None: ...
+
+
+class _AtOnce(_InParts):
+    def load_weights_fused_qkv_linear(self, module: Any, weights: Any) -> None: ...  # type: ignore[override]
+
+
+class Model(torch.nn.Module):
     """All parameters; each joined one holds its parts one after the other, flat."""
 
     def __init__(self, specs: Sequence[TensorSpec], device: str) -> None:
@@ -77,22 +92,31 @@ class _Module(torch.nn.Module):
             target.copy_(source if source.dtype == target.dtype else source.to(target.dtype))
 
 
-class _TextModel(_Module):
+class TextModel(Model):
+    """Its NVFP4 layers load in parts if ``quant_method`` says so."""
+
+    quant_method: _InParts = _InParts()
+
     def load_weights(self, weights: dict[str, torch.Tensor], allow_partial_loading: bool = False) -> None:
         assert allow_partial_loading, "the extension loads in parts"
         for unit in self.units:
-            assert not unit & weights.keys() or unit <= weights.keys(), "NVFP4 is loaded in parts"
+            elsewhere = not unit & weights.keys() and not isinstance(self.quant_method, _AtOnce)
+            assert elsewhere or unit <= weights.keys(), "NVFP4 is loaded in parts"
         self.load(weights)
 
 
-class _VisionModel(_Module):
+class AtOnceModel(TextModel):
+    quant_method = _AtOnce()
+
+
+class VisionModel(Model):
     def load_weights(
         self, weights: dict[str, torch.Tensor]
     ) -> None:  # all at once, as some vision-language models
         self.load(weights)
 
 
-class _ModelLoader:
+class ModelLoader:
     def __init__(self) -> None:
         self.open = False
         self.buckets = 0
@@ -104,7 +128,7 @@ class _ModelLoader:
         self.buckets += 1
         if self.buckets == self.fail_at:
             raise RuntimeError("CUDA out of memory")
-        if isinstance(model, _VisionModel):
+        if isinstance(model, VisionModel):
             assert allow_partial_loading is False, "allow_partial_loading is not supported for this model"
             model.load_weights(weights)
         else:
@@ -123,8 +147,8 @@ class _ModelLoader:
 
 
 class _ModelEngine:
-    def __init__(self, model: _Module) -> None:
-        self.model, self.model_loader = model, _ModelLoader()
+    def __init__(self, model: Model) -> None:
+        self.model, self.model_loader = model, ModelLoader()
         self.graph_releases = 0
 
     def _release_cuda_graphs(self) -> None:
@@ -133,15 +157,22 @@ class _ModelEngine:
     def forward(self, batch: Any) -> str:
         return f"tokens of {batch}"
 
+    def forward_encoder(self, batch: Any) -> str:
+        return f"states of {batch}"
 
-class _Engine:
-    def __init__(self, model: _Module) -> None:
+    def forward_multimodal_encoder_items(self, batch: Any) -> str:
+        return f"features of {batch}"
+
+
+class Engine:
+    def __init__(self, model: Model) -> None:
         self.model_engine = _ModelEngine(model)
         self.prefix_resets = 0
         self._held = False
 
     @contextlib.contextmanager
-    def control_action(self) -> Iterator[None]:
+    def control_action(self, drain: bool = True) -> Iterator[None]:
+        assert drain, "running requests have to end before weights change"
         assert not self._held, "a control action inside another one waits for ever"
         self._held = True
         try:
@@ -160,7 +191,7 @@ class _Worker:
     request can be given to one. Making the engine runs the model (``PyExecutor``'s warm-up).
     """
 
-    def __init__(self, device_id: int, model: _Module, load_format: str, checkpoint: Path | None) -> None:
+    def __init__(self, device_id: int, model: Model, load_format: str, checkpoint: Path | None) -> None:
         self.device_id = device_id
         self._model = model
         self._hf_model_dir = checkpoint
@@ -169,7 +200,7 @@ class _Worker:
         self.llm_args = SimpleNamespace(load_format=SimpleNamespace(name=load_format))
 
     def setup_engine(self) -> None:
-        self.engine = _Engine(self._model)
+        self.engine = Engine(self._model)
         self.step("warm-up")
 
     def sleep(self, sleep_tags: list[str]) -> None:
@@ -202,7 +233,7 @@ class _Worker:
         self.engine.model_engine.model_loader.fail_at = bucket
 
 
-def _injected(extension: type) -> type:
+def injected(extension: type) -> type:
     """As TensorRT-LLM mixes an extension in: behind the worker's class, and without names that this one has."""
     for name in dir(extension):
         assert name.startswith("__") or not hasattr(_Worker, name), f"the worker has {name} already"
@@ -217,6 +248,7 @@ class DoubleLLM:
         specs: the weights of its model.
         workers: one for each GPU from ``first`` on.
         in_parts: whether the model takes its weights in buckets.
+        quantized_in_parts: whether its NVFP4 layers do.
         checkpoint: the folder that TensorRT-LLM opened as the model's.
     """
 
@@ -228,12 +260,13 @@ class DoubleLLM:
         workers: int = 1,
         first: int = 0,
         in_parts: bool = True,
+        quantized_in_parts: bool = True,
         load_format: str = "AUTO",
         checkpoint: Path | None = None,
         device: str = "cpu",
     ) -> None:
-        kind = _TextModel if in_parts else _VisionModel
-        cls = _injected(extension)
+        kind = VisionModel if not in_parts else TextModel if quantized_in_parts else AtOnceModel
+        cls = injected(extension)
         self.workers: list[Any] = [
             cls(first + i, kind(specs, device), load_format, checkpoint) for i in range(workers)
         ]

@@ -11,8 +11,10 @@ Stands for, line by line:
   attribute after a failure.
 - ``control_action_decorator``: the method runs inside ``engine.control_action()``, which can't be nested.
 - ``_torch.utils.get_device_uuid``: ``GPU-`` and the device's UUID.
-- ``_torch.virtual_memory.ExecutorMemoryType``: names of what can sleep.
-- where these lie: later versions have moved them.
+- ``ExecutorMemoryType`` (``_torch.virtual_memory``, ``llmapi.llm_args`` in later versions): names of what can sleep.
+- where these lie: later versions have moved them. ``llmapi.llm_args`` is there in all of them.
+
+``against_sources.py`` runs TensorRT-LLM's own files in the place of these.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class ExecutorMemoryType(StrEnum):
 def control_action_decorator(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.control_action():
+        with self.engine.control_action(drain=True):
             return method(self, *args, **kwargs)
 
     return wrapper
@@ -124,7 +126,12 @@ def modules_of(generation: str) -> dict[str, ModuleType]:
     add(serialization, loads=GENERATIONS[generation][0])
     add("tensorrt_llm.llmapi.rlhf_utils", WorkerExtension=worker_extension(generation))
     add("tensorrt_llm._torch.utils", get_device_uuid=get_device_uuid)
-    add("tensorrt_llm._torch.virtual_memory", ExecutorMemoryType=ExecutorMemoryType)
+    add("tensorrt_llm._torch.virtual_memory")
+    add("tensorrt_llm.llmapi.llm_args")
+    add(
+        "tensorrt_llm.llmapi.llm_args" if newest else "tensorrt_llm._torch.virtual_memory",
+        ExecutorMemoryType=ExecutorMemoryType,
+    )
     for module in found.values():
         module.__path__ = []  # so that what is not here is looked for, and not found, as in the package
     return found

@@ -10,6 +10,7 @@ installed without CUDA. Each rule below is one of the contract's:
    Nothing else may.
 4. Deny-list generation: ``disallowed_imports`` is looked at first and always refuses. Then rule 3 holds if any approved
    import was given; if none was, everything that is not refused may be imported.
+5. The latest generation looks at ``disallowed_imports`` first, too, and then always follows rule 3.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ def allow_list_loads(
     approved_module_patterns: Any = None,
 ) -> Any:
     return _Unpickler(s, approved_imports, approved_module_patterns, None, True).load()
+
+
+def latest_loads(
+    s: bytes,
+    /,
+    *,
+    approved_imports: Any = None,
+    approved_module_patterns: Any = None,
+    disallowed_imports: Any = None,
+) -> Any:
+    return _Unpickler(
+        s, approved_imports, approved_module_patterns, disallowed_imports, True
+    ).load()  # rule 5
 
 
 def deny_list_loads(
@@ -98,5 +112,5 @@ _BOTH = {
 GENERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "allow-list": (allow_list_loads, _ALLOW_LIST),
     "deny-list": (deny_list_loads, _DENY_LIST),
-    "both": (deny_list_loads, _BOTH),
+    "both": (latest_loads, _BOTH),
 }

@@ -93,7 +93,7 @@ class _Calls:
         return self._call
 
 
-def _hostile() -> dict[str, bytes]:
+def hostile() -> dict[str, bytes]:
     called = {
         "os.system": _Calls(os.system, "touch /tmp/owned"),
         "eval": _Calls(eval, "1 + 1"),
@@ -113,9 +113,9 @@ def _hostile() -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("in_the_engine")
-@pytest.mark.parametrize("kind", _hostile())
+@pytest.mark.parametrize("kind", hostile())
 def test_a_hostile_payload_is_refused_whatever_the_generation_would_let_through(kind: str) -> None:
-    payload = base64.b64encode(_hostile()[kind]).decode()
+    payload = base64.b64encode(hostile()[kind]).decode()
     with pytest.raises(RefitError, match="restricted unpickler refused"):
         decode(payload)
 

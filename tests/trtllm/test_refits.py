@@ -73,6 +73,22 @@ def test_a_model_that_does_not_load_in_parts_gets_one_bucket(extension: type) ->
     assert "reload" not in vars(scene.worker.engine.model_engine.model_loader), "nothing stays replaced"
 
 
+def test_layers_that_do_not_load_in_parts_get_one_bucket_although_the_model_would(extension: type) -> None:
+    scene = Scene(extension, quantized_in_parts=False)
+    assert not scene.driver.loads_in_parts
+    for version in (0, 1):
+        scene.source.weights = some_weights(seed=version)
+        scene.sender.refit(version)
+        scene.check()
+    assert scene.worker.counts()["buckets"] == 2
+    names = list(scene.source.weights)
+    before = scene.worker.held()
+    scene.driver.begin(2, scene.source.specs())
+    with pytest.raises(RefitError, match="one bucket"):
+        scene.driver.load(scene.handles(names[:2]))
+    assert scene.worker.held() == before
+
+
 def test_callers_who_know_the_contract_alone_can_refit_too(scene: Scene) -> None:
     names = list(scene.source.weights)
     for version in (0, 1):

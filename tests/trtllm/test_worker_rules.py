@@ -154,6 +154,49 @@ def test_weights_are_guarded_before_anybody_calls_the_worker(extension: type) ->
         loaded.step("a")
 
 
+@pytest.mark.parametrize("step", ["forward", "forward_encoder", "forward_multimodal_encoder_items"])
+def test_no_step_computes_with_half_loaded_weights(scene: Scene, step: str) -> None:
+    """What an encoder makes of them would be kept, and used once the refit has committed."""
+    run = getattr(scene.worker.engine.model_engine, step)
+    run("a")
+    scene.driver.begin(0, scene.source.specs())
+    with pytest.raises(EngineDirty):
+        run("a")
+
+
+def test_a_model_that_can_not_be_loaded_again_goes_on_serving(scene: Scene) -> None:
+    _by_hand(scene, 0)
+    before = scene.worker.held()
+
+    def check_reload_capability() -> None:
+        raise NotImplementedError("EPLB")
+
+    scene.worker.engine.model_engine.model.check_reload_capability = check_reload_capability
+    with pytest.raises(RefitError, match="NotImplementedError: EPLB"):
+        scene.sender.refit(1)
+    scene.driver.require_servable()
+    assert (scene.driver.version, scene.worker.held()) == (0, before)
+    assert scene.worker.step("a") == "tokens of a"
+
+
+def test_an_engine_that_keeps_what_an_encoder_made_is_not_refitted(scene: Scene) -> None:
+    model = scene.worker.engine.model_engine.model
+    model.encoder_cache_active = True
+    with pytest.raises(RefitError, match="encoder_cache_max_bytes"):
+        scene.sender.refit(0)
+    scene.driver.require_servable()
+    model.encoder_cache_active = False
+    scene.sender.refit(0)
+    scene.check()
+
+
+def test_what_verls_server_asks_of_a_worker_is_there_in_all_versions(extension: type) -> None:
+    worker = Scene(extension).worker
+    worker.wait_for_engine_idle()
+    worker.reset_prefix_cache()
+    assert worker.counts()["prefix_resets"] == 1
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -277,6 +320,24 @@ def test_workers_that_do_not_answer_end_the_refit(scene: Scene) -> None:
     scene.driver._wait = never
     with pytest.raises(RefitTimeout, match="refit_begin"):
         scene.sender.refit(0)
+
+
+def test_a_control_action_that_fails_is_a_refit_error_and_the_next_refit_goes_through(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an executor whose loop does not come to the action in time, or has ended."""
+    scene.sender.refit(0)
+
+    def control_action(drain: bool = True) -> Any:
+        raise RuntimeError("timed out waiting for the executor loop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.worker.engine, "control_action", control_action)
+        with pytest.raises(RefitError, match="refit_begin: RuntimeError: timed out"):
+            scene.sender.refit(1)
+    scene.source.weights = some_weights(seed=2)
+    scene.sender.refit(2)
+    scene.check()
 
 
 def test_engines_that_can_not_be_told_apart_or_are_none_have_no_driver(scene: Scene) -> None:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Hashable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +15,9 @@ from ....integration.errors import RefitError
 from ...checkpoint_folder import weight_names
 
 _CONTROL = ("tensorrt_llm.executor.ray.utils", "tensorrt_llm._ray_utils")
+_MEMORY = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
+# By which the executor computes with the model; versions without encoders of their own have the first alone.
+_STEPS = ("forward", "forward_encoder", "forward_multimodal_encoder_items")
 # How a caller announces the weights.
 ANNOUNCE = (
     "announce them: refit_begin(version, [[name, shape, dtype], …]) on all workers before the buckets, and "
@@ -27,7 +29,7 @@ _LATCH = "first_pre_reload_weights"
 
 def control_action(method: Callable[..., Any]) -> Callable[..., Any]:
     """TensorRT-LLM's own decorator: ``method`` runs once the running requests have ended, while the engine's loop waits."""
-    decorated: Callable[..., Any] = first_module(_CONTROL).control_action_decorator(method)
+    decorated: Callable[..., Any] = look_up("control_action_decorator", _CONTROL)(method)
     return decorated
 
 
@@ -45,6 +47,40 @@ def uncontrolled(method: Callable[..., Any]) -> Callable[..., Any]:
             stage="settings",
         )
     return bare
+
+
+def require_reloadable(worker: Any) -> None:
+    """Ask the model and its modules whether they can be loaded again, where this version has the question.
+
+    TensorRT-LLM's own extension asks with the first bucket, when the engine has begun to refuse steps.
+
+    Raises:
+        RefitError: one can't (experts that are balanced over ranks, EPLB); or the model keeps what its encoder made of images,
+            which TensorRT-LLM does not drop when it finalizes. Nothing has changed.
+    """
+    model = worker.engine.model_engine.model
+    if getattr(model, "encoder_cache_active", False):
+        raise RefitError(
+            "the engine's multimodal encoder cache would go on serving what it made with the old weights, as no refit of "
+            "TensorRT-LLM drops it. Nothing was written; start the engine with multimodal_config.encoder_cache_max_bytes=0",
+            stage="handshake",
+        )
+    for module in model.modules():
+        if hasattr(module, "check_reload_capability") and not getattr(module, "_weights_removed", False):
+            try:
+                module.check_reload_capability()
+            # Of any kind, as the module likes.
+            except Exception as error:
+                raise RefitError(
+                    f"a {type(module).__name__} of the engine's model can't be loaded again: {type(error).__name__}: {error}. "
+                    "Nothing was written, and the engine serves what it served; start it without that feature",
+                    stage="handshake",
+                ) from error
+
+
+def steps(worker: Any) -> list[str]:
+    """Names of the model engine's methods that compute with the weights."""
+    return [name for name in _STEPS if hasattr(worker.engine.model_engine, name)]
 
 
 def abort_cycle(worker: Any) -> None:
@@ -121,10 +157,30 @@ def release_graphs(worker: Any) -> None:
 
 
 def loads_in_parts(worker: Any) -> bool:
-    """Whether the worker's model takes its weights in several buckets; some vision-language models take all at once."""
-    return (
-        "allow_partial_loading" in inspect.signature(worker.engine.model_engine.model.load_weights).parameters
+    """Whether the worker's model takes its weights in several buckets.
+
+    Some vision-language models take all at once. And a bucket reaches every joined layer, without weights if it has none of the
+    layer's: methods for quantized layers that do not know partial loading (NVFP4's in several versions) fail then.
+    """
+    modules = worker.engine.model_engine.model.modules()
+    kinds = {
+        type(method) for module in modules if (method := getattr(module, "quant_method", None)) is not None
+    }
+    return knows_parts(worker) and all(
+        _partial(getattr(kind, name))
+        for kind in kinds
+        for name in dir(kind)
+        if name.startswith("load_weights")
     )
+
+
+def knows_parts(worker: Any) -> bool:
+    """Whether the model's own ``load_weights`` can be told that other weights come in other calls."""
+    return _partial(worker.engine.model_engine.model.load_weights)
+
+
+def _partial(load: Callable[..., Any]) -> bool:
+    return "allow_partial_loading" in inspect.signature(load).parameters
 
 
 def device_uuid(device_id: int) -> str:
@@ -135,25 +191,28 @@ def device_uuid(device_id: int) -> str:
 
 def memory_tags() -> tuple[str, ...]:
     """TensorRT-LLM's tags of everything that can sleep except the KV cache: what ``weights`` stands for."""
-    kinds = import_module("tensorrt_llm._torch.virtual_memory").ExecutorMemoryType
+    kinds = look_up("ExecutorMemoryType", _MEMORY)
     return tuple(
         str(kind.value) for kind in kinds if kind.value != KV_CACHE and not kind.value.startswith("_")
     )
 
 
-def first_module(candidates: tuple[str, ...]) -> ModuleType:
-    """The first of these modules that this TensorRT-LLM has.
+def look_up(name: str, paths: tuple[str, ...]) -> Any:
+    """``name`` from the first of these modules that has it in this TensorRT-LLM.
 
     Raises:
-        RefitError: it has none of them.
+        RefitError: none of them has it.
     """
-    for name in candidates:
+    for path in paths:
         try:
-            return import_module(name)
+            module = import_module(path)
         except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
+            if error.name is None or not path.startswith(error.name):
                 raise
+            continue
+        if hasattr(module, name):
+            return getattr(module, name)
     raise RefitError(
-        f"this TensorRT-LLM has none of {', '.join(candidates)}; use a known version (docs/trtllm.md)",
+        f"this TensorRT-LLM has {name} in none of {', '.join(paths)}; use a known version (docs/trtllm.md)",
         stage="settings",
     )

@@ -152,17 +152,26 @@ class TrtllmDriver:
         return [*(self._tags if WEIGHTS in tags else ()), *((KV_CACHE,) if KV_CACHE in tags else ())]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        # All engines begin before any is waited for.
-        futures = [
-            future for llm in self._llms for future in llm._collective_rpc(method, args=args, non_block=True)
-        ]
         try:
+            # All engines begin before any is waited for.
+            futures = [
+                future
+                for llm in self._llms
+                for future in llm._collective_rpc(method, args=args, non_block=True)
+            ]
             answers = self._wait(futures, self._timeout_s)
         except TimeoutError as error:
             raise RefitTimeout(
                 f"TensorRT-LLM's workers did not answer {method} within {self._timeout_s:.0f} s: a running request does not end, a "
                 "worker died, or a refused step ended the executor. Weights that were written in part are not served; restart the "
                 "engine, or raise timeout_s",
+                stage="transfer",
+            ) from error
+        # Of any kind: Ray's, of a worker that died, and those of TensorRT-LLM's control action, which come before an answer.
+        except Exception as error:
+            raise RefitError(
+                f"TensorRT-LLM's workers could not be asked for {method}: {type(error).__name__}: {error}. Those that had begun a "
+                "refit refuse to generate until one commits; refit again, and restart the engine if its executor has ended",
                 stage="transfer",
             ) from error
         return raise_refit_errors(answers, "TensorRT-LLM worker")

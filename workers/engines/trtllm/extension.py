@@ -23,6 +23,21 @@ from .worker_refit import WorkerRefit
 _update_weights = compat.uncontrolled(WorkerExtension.update_weights)
 
 
+@compat.control_action
+def wait_for_engine_idle(self: Any) -> None:
+    """Return when no request runs or waits."""
+
+
+@compat.control_action
+def reset_prefix_cache(self: Any) -> None:
+    """Drop the cached prefixes, once no request holds one."""
+    self.engine.reset_prefix_cache()
+
+
+# Later TensorRT-LLM's, which verl's server calls.
+_LATER = (wait_for_engine_idle, reset_prefix_cache)
+
+
 class TrtllmRefit(WorkerExtension):
     """Mixed into TensorRT-LLM's worker, beside what its own extension offers.
 
@@ -41,7 +56,7 @@ class TrtllmRefit(WorkerExtension):
     refit_timeout_s: ClassVar[float] = 300.0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Guard the weights as soon as a worker has its engine.
+        """Guard the weights as soon as a worker has its engine, and give it the methods of later versions that it lacks.
 
         TensorRT-LLM makes a class of its worker's and the extension's (``RayWorkerWrapper._inject_worker_extension``), and
         an extension may have no method that the worker has. What it inherits may be wrapped there, though: ``setup_engine``
@@ -60,6 +75,9 @@ class TrtllmRefit(WorkerExtension):
             return result
 
         cls.setup_engine = setup_engine  # type: ignore[attr-defined]
+        for method in _LATER:
+            if not hasattr(cls, method.__name__):
+                setattr(cls, method.__name__, method)
 
     @compat.control_action
     def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
@@ -96,7 +114,7 @@ class TrtllmRefit(WorkerExtension):
         return answer(
             lambda: {
                 "device": compat.device_uuid(self.device_id),
-                "in_parts": compat.loads_in_parts(self),
+                "in_parts": self._refit.in_parts,
                 "tags": list(compat.memory_tags()),
                 "version": self._refit.state.version,
             }

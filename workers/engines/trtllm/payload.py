@@ -28,7 +28,7 @@ from torch.multiprocessing import reductions
 
 from ....integration.errors import RefitError
 from ....integration.quantize.float8 import FLOAT8, as_bytes, from_bytes, is_float8
-from .compat import first_module
+from .compat import look_up
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 Reduce = Callable[[torch.Tensor], Handle]
@@ -145,7 +145,7 @@ def restricted_loads(data: bytes, approved: Imports) -> Any:
         RefitError: the payload imports something else, or is no pickle; or this TensorRT-LLM's unpickler takes no
             approvals.
     """
-    loads = first_module(_SERIALIZATION).loads
+    loads = look_up("loads", _SERIALIZATION)
     known = inspect.signature(loads).parameters
     if "approved_imports" not in known:
         raise RefitError(

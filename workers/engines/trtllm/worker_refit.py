@@ -79,6 +79,7 @@ class WorkerRefit:
         state: version and dirtiness of the weights.
         guard: of the weights.
         device: of the weights.
+        in_parts: whether the model takes its weights in several buckets.
         memory: of this process and the device.
     """
 
@@ -106,6 +107,7 @@ class WorkerRefit:
         self._owed: set[str] = set()
         self.device = rank_device()
         self.memory = MemoryWatch(self.device)
+        self.in_parts = compat.loads_in_parts(worker)
         self.state = ServingState()
         self.guard = _guarded(worker, self.state)
 
@@ -118,10 +120,12 @@ class WorkerRefit:
                 neither a refit nor a checkpoint has brought the engine's weights.
 
         Raises:
-            RefitError: the weights are asleep, or their names are not known. Nothing has changed.
+            RefitError: the weights are asleep, their names are not known, or the model can't be loaded again. Nothing has
+                changed.
         """
         self.guard.require_awake()
         arriving = self._expected(version, specs)
+        compat.require_reloadable(self._worker)
         if self._arriving is not None:
             logger.warning("refit %d begins; refit %d had not committed", version, self._arriving.version)
             compat.abort_cycle(self._worker)
@@ -153,13 +157,12 @@ class WorkerRefit:
             self.guard.require_awake()
             entries = decode(self._own(handles), self._approved)
             self._check_names(arriving, entries)
-            in_parts = compat.loads_in_parts(self._worker)
-            if not in_parts:
+            if not self.in_parts:
                 _check_whole(arriving, entries)
             weights = [self._opened(arriving, entry) for entry in entries]
             nbytes = sum(tensor.nbytes for _, tensor in weights)
             self._owed.update(entry.name for entry in entries)
-            self._give(weights, in_parts)
+            self._give(weights)
             arriving.arrived.update(entry.name for entry in entries)
         # The sender frees its bucket once this worker has answered: nothing may read or map it any more.
         weights.clear()
@@ -340,12 +343,12 @@ class WorkerRefit:
             )
         return entry.name, tensor
 
-    def _give(self, weights: Sequence[tuple[str, torch.Tensor]], in_parts: bool) -> None:
+    def _give(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Pass weights to TensorRT-LLM's own loading, in its form for tensors that need no unpickling."""
         # Its call replaces the argument of the device, the seventh.
         opened = [(name, (partial(_given, tensor), (None,) * 7)) for name, tensor in weights]
         handles = {compat.device_uuid(self._worker.device_id): opened}
-        if in_parts:
+        if compat.knows_parts(self._worker):
             self._update(handles)
         else:
             with _all_at_once(self._worker.engine.model_engine.model_loader):
@@ -378,7 +381,7 @@ class WorkerRefit:
 
 
 def _guarded(worker: Any, state: ServingState) -> WeightsGuard:
-    """Guard a worker's weights from here on: its ``sleep`` and ``wakeup``, and its model engine's ``forward``, are wrapped."""
+    """Guard a worker's weights from here on: its ``sleep`` and ``wakeup``, and its model engine's steps, are wrapped."""
     load_format = getattr(worker.llm_args, "load_format", "")
     guard = WeightsGuard(state, dummy="dummy" in str(getattr(load_format, "name", load_format)).lower())
 
@@ -392,7 +395,8 @@ def _guarded(worker: Any, state: ServingState) -> WeightsGuard:
         guard.woke(wakeup_tags)
 
     # TensorRT-LLM answers all running requests with the error's text; some versions' executors end with it.
-    call_before(worker.engine.model_engine, "forward", lambda *_, **__: guard.require_servable())
+    for step in compat.steps(worker):
+        call_before(worker.engine.model_engine, step, lambda *_, **__: guard.require_servable())
     call_after(worker, "sleep", slept)
     call_after(worker, "wakeup", woke)
     return guard
@@ -406,8 +410,9 @@ def _check_whole(arriving: _Arriving, entries: Sequence[Entry]) -> None:
     """Check that a bucket has all weights: this loader would leave the others as they are, or lose what came before."""
     if arriving.arrived or (arriving.awaited is not None and len(entries) != len(arriving.awaited)):
         raise RefitError(
-            f"a bucket brings {len(entries)} weights after {len(arriving.arrived)} others, but this model's load_weights has no "
-            "allow_partial_loading: all weights of a refit have to come in one bucket. Nothing of it was loaded",
+            f"a bucket brings {len(entries)} weights after {len(arriving.arrived)} others, but this model, or a method of its "
+            "quantized layers, has no allow_partial_loading: all weights of a refit have to come in one bucket. Nothing of it was "
+            "loaded",
             stage="transfer",
         )
 
