@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..algorithms.rates import learning_rate
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
 from .forward import TOKENS_AT_A_TIME, aligned, token_entropy
-from .state import Files, random_state, set_random_state
+from .state import Files, frozen_digest, random_state, set_random_state
 from .state_fsdp import load_sharded, save_sharded
 
 
@@ -257,7 +258,12 @@ class FSDPPolicy(Policy):
     def _identity(self) -> dict[str, Any]:
         lora = self.config.lora
         own = () if lora is None else ("r", "lora_alpha", "target_modules", "use_rslora")
-        return super()._identity() | {f"lora.{name}": getattr(lora, name) for name in own}
+        found = super()._identity() | {f"lora.{name}": getattr(lora, name) for name in own}
+        return found if lora is None else found | {"lora.base": self._base}
+
+    @cached_property
+    def _base(self) -> str:
+        return frozen_digest([self.model])
 
     def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
         files = save_sharded(folder, self.model, self._optimizer, self._tp_rank, self.config.lora is not None)

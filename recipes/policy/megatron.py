@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
 from .context import whole_rows
 from .forward import aligned, run_schedule, token_entropy, token_logprobs
-from .state import Files, restore_training_state, training_state
+from .state import Files, frozen_digest, restore_training_state, training_state
 
 # Transformer Engine's FP8 products take tokens by so many.
 _FP8_TOKENS = 16
@@ -201,12 +202,18 @@ class MegatronPolicy(Policy):
         return optimizer, scheduler
 
     def _identity(self) -> dict[str, Any]:
-        lora = {} if self.config.lora is None else asdict(self.config.lora)
+        lora = {} if self.config.lora is None else asdict(self.config.lora) | {"base": self._base}
         return {
             **super()._identity(),
-            **{name: getattr(self.config, name) for name in ("distributed_optimizer", "fp8_param")},
+            "distributed_optimizer": self.config.distributed_optimizer,
             **{f"lora.{name}": value for name, value in lora.items()},
+            # Only where it is on: checkpoints of runs without stay as they were.
+            **({"fp8_param": True} if self.config.fp8_param else {}),
         }
+
+    @cached_property
+    def _base(self) -> str:
+        return frozen_digest(self.model)
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
         from megatron.core import parallel_state

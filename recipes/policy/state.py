@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ...workers.trainers.durable import HashedFile, Written
 from ...workers.trainers.megatron.native_fp8 import follow_native_state, is_native, native_state
@@ -36,6 +38,19 @@ def _tensors(model: list[Any], trained_alone: bool) -> Iterator[tuple[str, Tenso
                     yield f"{index}.{name}.{part}", value
             else:
                 yield f"{index}.{name}", tensor
+
+
+def frozen_digest(model: list[Any]) -> str:
+    """Of the values of this rank's frozen parameters, which a checkpoint of adapters leaves out: it is of these alone."""
+    found = hashlib.sha256()
+    for index, chunk in enumerate(model):
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                continue
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            total = own.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)
+            found.update(f"{index}.{name} {int(total)}\n".encode())
+    return found.hexdigest()
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:

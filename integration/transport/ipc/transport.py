@@ -104,7 +104,7 @@ class IpcTransport(Transport):
             turn: at which message sampled checks begin, the same on all ranks.
             sleeps: whether this rank frees its weights' memory between refits, as engines with a sleep mode do, and trainers
                 that leave a shared GPU. None if that is not known: then a receiver does not, and a sender does if it shares
-                its GPU with a receiver that pulls.
+                its GPU with a receiver that pulls, from whomever.
             pulls: why a receiver does, whether its memory can be mapped or not; empty if it does only where it can't.
             may_pull: whether a receiver does there.
 
@@ -366,7 +366,7 @@ class IpcTransport(Transport):
         gives_back = self._sleeps
         if gives_back is None:
             ours = device_uuid(self._device)
-            gives_back = any(self._pulling[receiver].device == ours for receiver in self._lends)
+            gives_back = any(receiver.device == ours for receiver in self._pulling.values())
         if gives_back:
             self._exported = ExportedMemory(own, self._device, sleeps=views.ranges)
         else:

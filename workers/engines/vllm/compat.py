@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # The first and the last series that the tests have run. One beyond is taken if it has what is asked for, with a warning.
 FIRST, LAST = "0.21", "0.32"
 _LAYERS = "vllm.model_executor.layers"
+_FP4 = "quantization.utils.marlin_utils_fp4"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
@@ -109,6 +110,12 @@ FP8 = (
     Needed(f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod.process_weights_after_loading", ("layer",)),
     Needed(f"{_LAYERS}.fused_moe.config", "FusedMoEQuantConfig.w1_scale"),
     Needed("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+)
+# Checkpoints in NVFP4 for Marlin: its block scales, and what becomes of global ones.
+MARLIN_NVFP4 = (
+    Needed(f"{_LAYERS}.{_FP4}", "_nvfp4_compute_scale_factor", ("marlin_scales", "a_dtype")),
+    Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_scales", ("marlin_scales", "scale_factor", "a_dtype")),
+    Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_global_scale", ("global_scale", "a_dtype")),
 )
 # A drafter beside the model.
 SPECULATIVE = (Needed("vllm.config", "SpeculativeConfig", ("method", "model", "draft_load_config")),)

@@ -17,6 +17,7 @@ import torch
 from ....integration.layout.codes import Tiling
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
+from .compat import MARLIN_NVFP4, has
 
 # E4M3's, behind which are negative numbers.
 _NAN = 0x7F
@@ -259,6 +260,8 @@ def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
     Raises:
         NotRearranged: they are others than those that were read.
     """
+    if not has(MARLIN_NVFP4):
+        raise NotRearranged("this vLLM makes Marlin's scales by other functions")
     try:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
             _nvfp4_compute_scale_factor,
@@ -276,7 +279,7 @@ def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
             made, _ = nvfp4_marlin_process_scales(numbers[:, None].repeat(1, 4), 2.0**power, dtype)
             row[:_NAN] = made.view(torch.uint8)[:, 0]
             row[[_NAN, 0xFF]] = nan
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise NotRearranged(
             f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}"
         ) from error

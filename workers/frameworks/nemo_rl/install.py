@@ -37,10 +37,12 @@ def around(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ..
     @functools.wraps(setup)
     def with_refit(config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         generation = config.policy["generation"]
+        own: dict[str, Any] = {}
         if generation.get("refit_transport") == SELECTOR:
-            generation["refit_transport"] = None
-            generation["vllm_kwargs"] = {"worker_cls": WORKER_CLS} | (generation.get("vllm_kwargs") or {})
-        NemoRlRefit.of(generation)
+            kwargs_of_vllm = {"worker_cls": WORKER_CLS} | (generation.get("vllm_kwargs") or {})
+            own = {"refit_transport": None, "vllm_kwargs": kwargs_of_vllm}
+        NemoRlRefit.of({**generation, **own})
+        generation.update(own)
         made = setup(config, *args, **kwargs)
         policy, policy_generation, *_ = made
         install(policy, policy_generation)

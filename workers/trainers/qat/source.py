@@ -64,6 +64,7 @@ class PackedSource:
         self._scalars: dict[str, torch.Tensor] = {}
         # Prepared for the parts of the last fragments, as :meth:`prepare` needs it.
         self._packings: list[_Packing] | None = None
+        self._packed_from: tuple[int, ...] = ()
         self._weight_scalars: list[_Scalars] = []
         self._input_scalars: _Scalars | None = None
         self._memory: dict[tuple[str, Box], torch.Tensor] = {}
@@ -92,8 +93,10 @@ class PackedSource:
 
     def prepare(self) -> None:
         self._qat.prepare_export(self._source.prepare)
-        if self._packings is None:
-            self._packings = self._prepared()
+        places = self._places()
+        if self._packings is None or self._packed_from != places:
+            # An offloaded trainer's weights may have come back elsewhere since fragments were asked for.
+            self._packings, self._packed_from = self._prepared(), places
         with torch.no_grad():
             for one in self._packings:
                 one.packer.launch(self._qat.scales_at(one.positions, one.dtype).to(self.device))
@@ -112,11 +115,14 @@ class PackedSource:
 
     def storage_key(self) -> Hashable:
         # Of what is packed, too: fragments may have been asked for where the weights are no longer.
-        return self._source.storage_key(), tuple([job.source.data_ptr() for _, job in self._parts])
+        return self._source.storage_key(), self._places()
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
         return writes_by(self._source)
+
+    def _places(self) -> tuple[int, ...]:
+        return tuple([job.source.data_ptr() for _, job in self._parts])
 
     def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
         rows, columns = fragment.view.shape
