@@ -73,7 +73,7 @@ class ScaledResult:
         told: what the engine says of its scales at the end.
         stored: keys and values, divided and stored by SGLang's memory pool, that are not the same to the bit as with a layer of SGLang's.
         error: the largest relative error of those, times their scale.
-        nan: whether what the calibration did not see became NaN in the pool.
+        nan: whether keys beyond the calibration's became NaN in the pool.
         refused: texts of errors, by occasion.
     """
 

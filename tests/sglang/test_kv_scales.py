@@ -6,14 +6,26 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.errors import PeerLost, RefitError
+from rlrefit.integration.session import RefitSession
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.kv_scales.endpoints import KvScaleSource
+from tests.gpu.vllm_checkpoints import write_checkpoint
+from tests.gpu.vllm_trainer import CheckpointSource
 from tests.spawn import run_ranks
 
 from .kv_scale_ranks import CASES, GIVEN, ScaledResult, refit_scales, write_case
+from .real_engine import PROMPTS, SAMPLING, start
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
@@ -54,8 +66,8 @@ def test_sglangs_memory_pool_stores_by_them(results: dict[str, list[ScaledResult
         assert rank.stored == []
         # Half a step of E4M3's three bits behind the first one.
         assert rank.error <= 1 / 16
-        # So recipes calibrate for SGLang with a wider margin than for vLLM, which clips.
-        assert rank.nan
+        # As torch converts. So recipes calibrate for SGLang with a wider margin than for vLLM, which clips.
+        assert rank.nan == bool(torch.tensor(500.0).to(torch.float8_e4m3fn).isnan())
 
 
 # By case of a refusal, a word of its text.
@@ -90,3 +102,34 @@ def test_an_engine_that_would_not_use_all_scales_is_refused_by_name(
         assert ("quantization_param_path" in rank.refused["numbers"]) == (MADE[case] == 0)
         for word in ("KV cache is 'auto'", "attention backend flashinfer"):
             assert word in rank.refused["all at once"]
+
+
+def test_a_real_engine_whose_attention_reads_no_scales_refuses_them_and_goes_on(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1, fp8=False)
+    engine = start(path, "cpu", kv_cache_dtype="fp8_e4m3")
+    try:
+        refit = SglangRefit(EngineCaller(engine))
+
+        def generated() -> list[Any]:
+            outputs = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+            return [output["output_ids"] for output in outputs]
+
+        before = generated()
+        trainer = KvScaleSource(CheckpointSource([path], torch.device("cpu")))
+        config = RefitConfig(bucket_mb=1, timeout_s=60.0, kv_scales=True)
+        with pytest.raises(RefitError, match="don't travel in buckets") as in_buckets:
+            refit.begin(0, trainer.specs())
+        assert in_buckets.value.parameter in GIVEN[0]
+        server = open_rendezvous("127.0.0.1", 1, 1)
+        with ThreadPoolExecutor(1) as thread:
+            joining = thread.submit(RefitSession.open, server.rendezvous, 0, lambda: trainer, config)
+            with pytest.raises(RefitError, match="attention backend torch_native does not read scales"):
+                refit.init_refit(server.rendezvous.to_json(), 1, config)
+            with pytest.raises(PeerLost):
+                joining.result()
+        server.close()
+        with pytest.raises(RefitError, match="no trainer has been met"):
+            refit.calls.ask("kv_scales")
+        assert generated() == before
+    finally:
+        engine.shutdown()
