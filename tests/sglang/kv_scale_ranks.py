@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,7 +152,7 @@ def refit_scales(rank: int, cases: Sequence[ScaledCase]) -> list[ScaledResult]:
     begin(rank, cases[0].trained[0])
     found = []
     for case in cases:
-        with kernels(Fp8Case(case.trained, case.served)):
+        with kernels(Fp8Case(case.trained, case.served)), _graphs("disabled"):
             found.append(_one_case(rank, case))
     return found
 
@@ -163,9 +164,7 @@ def runner_of(path: str, **changes: Any) -> Any:
         **(
             vars(loaded)
             | {
-                "server_args": SimpleNamespace(
-                    cuda_graph_config=_graphs("disabled"), enable_memory_saver=False
-                ),
+                "server_args": SimpleNamespace(enable_memory_saver=False),
                 "prefill_attention_backend_str": "triton",
                 "decode_attention_backend_str": "triton",
                 "kv_cache_dtype_str": "fp8_e4m3",
@@ -334,8 +333,13 @@ def _stored(live: Any, sglangs: Any) -> tuple[list[str], float, bool]:
     return stored, error, bool(held(live, keys * 1.2)[0].float().isnan().any())
 
 
-def _graphs(decode: str, prefill: str = "disabled") -> Any:
-    return SimpleNamespace(decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill))
+@contextmanager
+def _graphs(decode: str, prefill: str = "disabled") -> Iterator[None]:
+    """An engine that was started with these graphs."""
+    chosen = {"decode": decode, "prefill": prefill}
+    asked = "rlrefit.workers.engines.sglang.kv_scales.check_cuda_graph_backend"
+    with mock.patch(asked, side_effect=lambda phase, backend: chosen[phase] == backend):
+        yield
 
 
 def _refusals(runner: Any) -> dict[str, str]:
@@ -358,8 +362,9 @@ def _refusals(runner: Any) -> dict[str, str]:
     def backends(name: str) -> dict[str, str]:
         return {"prefill_attention_backend_str": name, "decode_attention_backend_str": name}
 
-    def graphs(*backends: str) -> dict[str, Any]:
-        return {"server_args": SimpleNamespace(cuda_graph_config=_graphs(*backends))}
+    def with_graphs(decode: str, prefill: str = "disabled", **changes: Any) -> str:
+        with _graphs(decode, prefill):
+            return told(**changes)
 
     def with_layer(changes: Mapping[str, Any], **more: Any) -> str:
         with mock.patch.multiple(first, **changes):
@@ -377,8 +382,8 @@ def _refusals(runner: Any) -> dict[str, str]:
         "auto": lambda: told(kv_cache_dtype_str="auto"),
         "fp8_e5m2": lambda: told(kv_cache_dtype_str="fp8_e5m2"),
         "latent": lambda: told(model_config=SimpleNamespace(attention_arch=AttentionArch.MLA)),
-        "triton, graphs of decoding": lambda: told(**graphs("full")),
-        "triton, graphs of prefill": lambda: told(**graphs("disabled", "full")),
+        "triton, graphs of decoding": lambda: with_graphs("full"),
+        "triton, graphs of prefill": lambda: with_graphs("disabled", "full"),
         "wide heads": lambda: with_layer({"qk_head_dim": 320}, **backends("fa3")),
         "two layers of one cache": lambda: with_layer({"layer_id": second.layer_id}),
         "bidirectional": lambda: with_layer({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}),
@@ -392,12 +397,12 @@ def _refusals(runner: Any) -> dict[str, str]:
     found |= {occasion: ask() for occasion, ask in asked.items()}
     # Those that are taken come last, since they give the layers their scales: graphs of which the layers had tensors as they were captured.
     return found | {
-        "fa3, graphs": told(**backends("fa3"), **graphs("full")),
+        "fa3, graphs": with_graphs("full", **backends("fa3")),
         "fa3": told(**backends("fa3")),
         "wide heads, triton": with_layer({"qk_head_dim": 320}),
         "fa3, large queries": _large_queries(runner, backends("fa3")),
         "triton, large queries": _large_queries(runner, backends("triton")),
-        "fa3, graphs with scales": told(**backends("fa3"), **graphs("full")),
+        "fa3, graphs with scales": with_graphs("full", **backends("fa3")),
     }
 
 

@@ -26,6 +26,7 @@ import sglang
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.utils import is_hip, is_musa
 from torch import nn
 
@@ -200,8 +201,7 @@ def _problems(runner: Any, attentions: Mapping[str, RadixAttention], backends: s
 
 
 def _problems_of_graphs(runner: Any, attentions: Mapping[str, nn.Module], backends: set[str]) -> list[str]:
-    graphs = runner.server_args.cuda_graph_config
-    if graphs.decode.backend == graphs.prefill.backend == "disabled":
+    if all(check_cuda_graph_backend(phase, Backend.DISABLED) for phase in Phase.ALL):
         return []
     found = []
     on_host = sorted(name for name in backends & _BACKENDS.keys() if _BACKENDS[name].on_host)
