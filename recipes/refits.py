@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# By how much keys and values may exceed the calibration's. vLLM clips beyond, and SGLang may store NaN. FP8 has a mantissa of its
+# own for each power of two, so twice the room costs little but the smallest numbers.
+_KV_MARGINS = {"vllm": 1.05, "sglang": 2.0}
+
 
 class Refits:
     """Joins a trainer and its engines, and moves the weights.
@@ -42,6 +46,7 @@ class Refits:
         self._timeout_s = config.ray.timeout_s
         self._kv_scales: dict[str, float] | None = None
         self._engine = config.refit_engine
+        self._backend = config.generation.backend
         self._on_met: Callable[[dict[str, object]], None] = lambda routes: None
         self.routes: dict[str, object] = {}
 
@@ -64,7 +69,7 @@ class Refits:
         Raises:
             RunError: a rank failed, or what goes into its attention is not finite.
         """
-        self._kv_scales = self._trainers.calibrate_kv_scales(batch)
+        self._kv_scales = self._trainers.calibrate_kv_scales(batch, _KV_MARGINS[self._backend])
 
     def run(self, version: int) -> RefitSummary | None:
         """Move all weights to all engines and commit ``version``; None if nothing was moved.

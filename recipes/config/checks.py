@@ -31,6 +31,7 @@ CHOICES = {
     "generation.vllm.load_format": ("auto", "dummy"),
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
+    "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
     "generation.weight_dtype": ("auto", "fp8"),
     "policy.qat": ("off", "w4a4", "w4a16"),
 }
@@ -248,18 +249,18 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     if not config.policy.refit.kv_scales:
         return
     key, backend = "policy.refit.kv_scales", config.generation.backend
-    if backend != "vllm":
+    held = {"vllm": config.generation.vllm.kv_cache_dtype, "sglang": config.generation.sglang.kv_cache_dtype}
+    dtype = f"generation.{backend}.kv_cache_dtype"
+    if backend not in held:
         yield Violation(
             (key, "generation.backend"),
             f"{key}: scales are for an FP8 KV cache, and {backend} caches keys and values in the dtype of the model; give "
             "false, or generation.backend=vllm with generation.vllm.kv_cache_dtype=fp8",
         )
-    elif config.generation.vllm.kv_cache_dtype != "fp8":
-        dtype = "generation.vllm.kv_cache_dtype"
+    elif held[backend] != "fp8":
         yield Violation(
             (key, dtype),
-            f"{key}: scales are for an FP8 KV cache, and {dtype} is {config.generation.vllm.kv_cache_dtype}; give "
-            f"{dtype}=fp8, or false here",
+            f"{key}: scales are for an FP8 KV cache, and {dtype} is {held[backend]}; give {dtype}=fp8, or false here",
         )
 
 

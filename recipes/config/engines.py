@@ -169,6 +169,7 @@ _KEYS = {
     "disable_cuda_graph": f"{_SECTION}.disable_cuda_graph",
     "enable_deterministic_inference": f"{_SECTION}.enable_deterministic_inference",
     "load_format": f"{_SECTION}.load_format",
+    "kv_cache_dtype": f"{_SECTION}.kv_cache_dtype",
 }
 # And those that nothing else can serve than what they are.
 _REFUSED = {
@@ -183,12 +184,15 @@ _REFUSED = {
     **dict.fromkeys(STORES, KEEPS_PREFIXES),
     "disaggregation_mode": "has queues that no refit flushes",
     "quantization": "is for weights that no refit can be written into; FP8 blocks are generation.weight_dtype",
-    "kv_cache_dtype": "is for a cache whose scales refits don't bring to SGLang",
+    "quantization_param_path": "makes scales of a cache in a form that neither kernels nor refits take",
     "speculative_algorithm": "drafts with weights that no refit brings",
     "enable_lora": "keeps adapters beside the weights, and refits bring none to SGLang",
     "preferred_sampling_params": "would sample from another distribution than the trainer computes",
     "trust_remote_code": "would run code that comes with a checkpoint",
 }
+_KV_SCALES = "policy.refit.kv_scales"
+# Attention backends of SGLang that read scales everywhere (workers/engines/sglang/kv_scales.py).
+_READS_SCALES = ("fa3", "triton")
 _RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
@@ -207,6 +211,7 @@ def sglang_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]
     if config.generation.backend != "sglang":
         return
     yield from _sglang_engine(config)
+    yield from _sglang_scales(config)
     yield from _server_arguments(config)
 
 
@@ -245,6 +250,12 @@ def sglang_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]
             (key, "ray.address"),
             f"{key}: true, but SGLang has no such kernels for CPUs, and this machine has no GPU; give false, {remedy}",
         )
+    if config.policy.refit.kv_scales:
+        yield Violation(
+            (_KV_SCALES, _BACKEND, "ray.address"),
+            f"{_KV_SCALES}: true, but SGLang's attention on CPUs reads no scales of its cache, and this machine has no GPU; give "
+            f"false, {remedy}",
+        )
     if config.generation.weight_dtype == "fp8":
         yield Violation(
             (_WEIGHT_DTYPE, _BACKEND, "ray.address"),
@@ -282,6 +293,27 @@ def _sglang_engine(config: TrainConfig) -> Iterator[Violation]:
             (f"ray.generation_env.{_RAW_LOGPROBS}", "generation.temperature"),
             f"ray.generation_env.{_RAW_LOGPROBS}: SGLang would tell log-probabilities before temperature {generation.temperature:g}, "
             "with which the trainer computes its own; leave it out",
+        )
+
+
+def _sglang_scales(config: TrainConfig) -> Iterator[Violation]:
+    """What would not use scales that refits bring. An engine tells the rest, once it has chosen its attention."""
+    if not config.policy.refit.kv_scales:
+        return
+    sglang, backend = config.generation.sglang, f"{_SECTION}.attention_backend"
+    if sglang.attention_backend not in (None, *_READS_SCALES):
+        yield Violation(
+            (backend, _KV_SCALES),
+            f"{backend}: {sglang.attention_backend} does not read scales of the cache everywhere, or is not known to; give "
+            f"{' or '.join(_READS_SCALES)}, or {_KV_SCALES}=false",
+        )
+    # SGLang has tensors of scales before it captures, and fa3 reads these, in models that hand their quantization to attention.
+    follows = sglang.attention_backend == "fa3" and config.generation.weight_dtype == "fp8"
+    if not sglang.disable_cuda_graph and not follows:
+        key = f"{_SECTION}.disable_cuda_graph"
+        yield Violation(
+            (key, _KV_SCALES),
+            f"{key}: false, but CUDA graphs keep the scales with which they were captured; give true, or {_KV_SCALES}=false",
         )
 
 

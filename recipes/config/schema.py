@@ -62,6 +62,8 @@ class SglangConfig:
         enable_deterministic_inference: kernels whose result does not depend on the batch, and a seed for each request; on
             GPUs. False: each engine draws from one generator, batch by batch.
         load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, as with vLLM.
+        kv_cache_dtype: ``auto`` for the model's dtype, ``fp8`` for E4M3 (SGLang's ``fp8_e4m3``), as with vLLM. Calibrated scales
+            need ``attention_backend`` ``fa3`` or ``triton``.
         server_args: further arguments by name. Those that the recipe sets, or that refits can't support, are refused.
     """
 
@@ -74,6 +76,7 @@ class SglangConfig:
     disable_cuda_graph: bool = False
     enable_deterministic_inference: bool = False
     load_format: str = "auto"
+    kv_cache_dtype: str = "auto"
     server_args: dict[str, Any] = field(default_factory=dict)
 
 

@@ -38,8 +38,8 @@ class TrainerActor(RankActor):
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.train_step(batch)
 
-    def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
-        return self._policy.calibrate_kv_scales(lambda: self._policy.compute_logprobs(batch))
+    def calibrate_kv_scales(self, batch: PolicyBatch, margin: float) -> dict[str, float]:
+        return self._policy.calibrate_kv_scales(lambda: self._policy.compute_logprobs(batch), margin=margin)
 
     def calibrate_inputs(self, batch: PolicyBatch) -> None:
         self._policy.calibrate_inputs(batch)
@@ -131,9 +131,9 @@ class TrainerGroup:
         """One optimizer step; metrics of the whole batch."""
         return self._group.call("train_step", batch)[0]
 
-    def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
-        """Scales of an FP8 KV cache for the batch under the present weights."""
-        return self._group.call("calibrate_kv_scales", batch)[0]
+    def calibrate_kv_scales(self, batch: PolicyBatch, margin: float) -> dict[str, float]:
+        """Scales of an FP8 KV cache for the batch under the present weights, with room for ``margin`` times its values."""
+        return self._group.call("calibrate_kv_scales", batch, margin)[0]
 
     def calibrate_inputs(self, batch: PolicyBatch) -> None:
         """Scales of what goes into the layers of a policy in W4A4, for the batch under the present weights."""

@@ -113,6 +113,8 @@ def sglang_arguments(
     for name in ("max_running_requests", "mem_fraction_static", "attention_backend"):
         if (value := getattr(sglang, name)) is not None:
             arguments[name] = value
+    if sglang.kv_cache_dtype == "fp8":
+        arguments["kv_cache_dtype"] = "fp8_e4m3"
     if hf_config is not None and has_experts(hf_config):
         # Other backends rearrange the experts while loading, and no refit can then write them in place.
         arguments["moe_runner_backend"] = "triton"

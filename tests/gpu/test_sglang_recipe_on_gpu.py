@@ -95,6 +95,28 @@ def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_ea
     assert {(record["engine"], record["transport"]) for record in refits} == {("colocated_ipc", "pull")}
 
 
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_an_fp8_cache_with_scales_of_the_last_step_follows_the_policy(
+    gpus: None, tmp_path: Path, tell: Callable[[str], None], trainer: str
+) -> None:
+    rows = run(
+        tmp_path,
+        "cache",
+        *_ENGINE,
+        f"trainer={trainer}",
+        "generation.colocated.enabled=true",
+        "generation.sglang.kv_cache_dtype=fp8",
+        "policy.refit.kv_scales=true",
+        timeout_s=500,
+    )
+    _tell(tell, trainer=trainer, rows=rows)
+    # The second step's with the scales of the first one.
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert all(0 <= row["generation_kl"] < 5e-2 for row in rows)
+    assert all(row["refit/bytes_verified"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 @pytest.mark.parametrize(
     ("asynchronous", "shards"),

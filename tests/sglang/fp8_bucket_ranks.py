@@ -22,7 +22,7 @@ from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
 from tests.gpu.vllm_trainer import CheckpointSource
 
 from .engine_double import EngineDouble, ManagerDouble, ManagerWithSessions
-from .fp8_ranks import CPU, Fp8Case, _expected, _held, _kernels, _numbers
+from .fp8_ranks import CPU, Fp8Case, _expected, _held, _numbers, kernels
 from .models import begin, load_model
 from .ways import WAYS, driven_in
 
@@ -82,7 +82,7 @@ def refit_in_buckets(
     begin(rank, cases[0].blocks.served[0], ENGINE_RANKS, ENGINE_RANKS if share_experts else 1)
     results = []
     for case in cases:
-        with _kernels(case.blocks):
+        with kernels(case.blocks):
             results.append(_Scene(rank, case).seen(plain))
     return results
 

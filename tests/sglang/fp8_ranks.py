@@ -106,13 +106,13 @@ def refit_fp8(rank: int, cases: Sequence[Fp8Case]) -> list[Fp8Result]:
     begin(rank, cases[0].served[0])
     results = []
     for case in cases:
-        with _kernels(case):
+        with kernels(case):
             results.append(_one_case(rank, case))
     return results
 
 
 @contextmanager
-def _kernels(case: Fp8Case) -> Iterator[None]:
+def kernels(case: Fp8Case) -> Iterator[None]:
     """What SGLang would choose on the case's GPUs."""
     from sglang.srt import runtime_context
     from sglang.srt.layers import deep_gemm_wrapper
@@ -245,7 +245,7 @@ def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
     from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
 
     found = []
-    with _kernels(replace(case, blackwell=False, runner="triton")):
+    with kernels(replace(case, blackwell=False, runner="triton")):
         plain = [load_model(path).model for path in case.served]
     for model in plain:
         parameters = dict(model.named_parameters())

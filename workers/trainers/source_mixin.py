@@ -144,8 +144,8 @@ class SourceRefitMixin:
         """Run ``forward`` and return scales for what goes through the attention of each layer meanwhile.
 
         A scale is the largest magnitude, over all ranks, times ``margin`` / 448, the largest value of float8_e4m3fn: the
-        rule of NeMo-RL's calibration, whose margin is 1.05 too; what exceeds it later is clipped by the engine. All
-        that is computed counts, the padding of a batch too. A collective of all trainer ranks, and one of ``group``.
+        rule of NeMo-RL's calibration, whose margin is 1.05 too. vLLM clips what exceeds it later; SGLang with torch 2.11 stores
+        NaN, so give 2 for it. All that is computed counts, the padding of a batch too. A collective of all trainer ranks, and one of ``group``.
 
         Args:
             forward: forward passes over calibration batches, with or without gradients: those that compute

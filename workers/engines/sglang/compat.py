@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 TESTED = ("0.5.17", "0.5.23")
 # What SGLang makes of FP8 blocks after loading can't be asked by name. It was read in these releases alone.
 FP8_READ = ("0.5.17", "0.5.23")
+# Nor what its attention does with the scales of an FP8 KV cache, which was read in these.
+SCALES_READ = ("0.5.17", "0.5.23")
 # What a driver in the engine's process uses of SGLang's tokenizer manager beside its requests.
 _MANAGER = (
     "auto_create_handle_loop",

@@ -24,6 +24,7 @@ from ..common.loader_trace.trace import Landing
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
+from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
 
 # In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
@@ -39,12 +40,14 @@ class SglangRoutes(Routes):
         processed: modules that SGLang has to process after new weights were loaded into them.
         blocks: modules that hold FP8 blocks.
         as_promised: those of them that get nothing but what the trainer was asked for.
+        scaled: attention layers whose scales of the KV cache are parameters.
     """
 
     placed: dict[str, tuple[Landing, ...]]
     processed: tuple[str, ...]
     blocks: dict[str, BlockFp8]
     as_promised: frozenset[str]
+    scaled: tuple[str, ...]
 
 
 class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8]):
@@ -118,7 +121,9 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
         _require_no_caches(self._model)
         _require_loadable(traced)
-        require_reached(traced.trace, traced.before)
+        # No weights: they stay what they are until a calibration brings others.
+        scales = {f"{name}.{kind}_scale" for name in loaded_scales(self._model) for kind in ("k", "v")}
+        require_reached(traced.trace, traced.before.keys() - scales)
 
     def _routed(self, traced: Traced[SglangLayout, BlockFp8], shared: Routes) -> SglangRoutes:
         self._staged = staged_scales(traced.blocks, self._parameters, traced.before, self._staged)
@@ -132,6 +137,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             processed=tuple(sorted(module for module in loaded if traced.layouts[module].processed)),
             blocks=traced.blocks,
             as_promised=traced.promised,
+            scaled=tuple(loaded_scales(self._model)),
         )
 
     def _post_load(self, routes: SglangRoutes) -> None:
@@ -142,6 +148,8 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                     modules[name].quant_method.process_weights_after_loading(modules[name])
             for name, facts in routes.blocks.items():
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
+            # Their memory may have slept, and came back undefined. The numbers beside them are right.
+            write_tensors([modules[name] for name in routes.scaled])
             # What a model derives from its weights (latent attention's absorbed projections).
             if hasattr(self._model, "post_load_weights"):
                 self._model.post_load_weights()

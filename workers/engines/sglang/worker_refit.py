@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ....integration.colocated.memory import MemoryWatch, empty_cache
+from ....integration.errors import RefitError
 from ....integration.quantize.formats import to_json
 from ....integration.weights.manifest import TensorSpec
+from ...kv_scales.endpoints import is_scale
 from ..common.answers import answer
 from ..common.destination_mixin import DestinationRefitMixin
 from ..common.guard import WeightsGuard, call_before
 from .destination import SglangDestination
+from .kv_scales import SglangScaledCache, forget_random_scales
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
 COMMANDS = frozenset(
@@ -27,6 +30,7 @@ COMMANDS = frozenset(
         "refit",
         "close",
         "serving_version",
+        "kv_scales",
         "formats",
         "begin",
         "load",
@@ -91,7 +95,10 @@ class WorkerRefit(DestinationRefitMixin):
 
         self._runner = runner
         self._rank = int(get_tp_group().rank_in_group)
+        self._scaled_cache: SglangScaledCache | None = None
         dummy = str(runner.server_args.load_format).endswith("dummy")
+        if dummy:
+            forget_random_scales(runner.model)
         self.guard = WeightsGuard(self.refit_state, dummy)
         # The driver keeps an engine paused that may not generate. A batch that comes all the same, because another caller
         # resumed it, ends the scheduler, as every error there does: tokens of undefined weights would be worse.
@@ -145,6 +152,20 @@ class WorkerRefit(DestinationRefitMixin):
         self.guard.require_whole()
         return {"version": self.refit_state.version}
 
+    def kv_scales(self) -> dict[str, Any]:
+        """``{"scales": …}`` of this worker's KV cache: ``[on the device, on the host]`` by name.
+
+        Raises:
+            RefitError: no refit has been prepared that brings any.
+        """
+        if self._scaled_cache is None:
+            raise RefitError(
+                "no trainer has been met with policy.refit.kv_scales=true, so this engine's scales are what its checkpoint or "
+                "SGLang made them",
+                stage="kv_scales",
+            )
+        return {"scales": self._scaled_cache.live()}
+
     @cached_property
     def bucketed(self) -> SglangDestination:
         """The same for buckets: what the trainer is asked for in them is no promise to the epoch that may be open."""
@@ -168,9 +189,19 @@ class WorkerRefit(DestinationRefitMixin):
         Returns:
             ``{"placing": …}``: whether SGLang's own loader can't write all of it, so that :meth:`load` has to.
         """
+        coming = _read(specs)
+        scales = [spec.name for spec in coming if is_scale(spec)]
+        if scales:
+            raise RefitError(
+                f"{', '.join(scales[:3])}{', …' * (len(scales) > 3)} would reach no layer: scales of the KV cache don't travel in "
+                "buckets. Nothing was written; send from a source without them, or shard to shard (init_refit, with "
+                "policy.refit.kv_scales=true)",
+                stage="handshake",
+                parameter=scales[0],
+            )
         if not as_asked:
             self.bucketed.new_epoch()
-        routes = self.bucketed.agree(_read(specs))
+        routes = self.bucketed.agree(coming)
         self.refit_state.mark_dirty(version)
         return {"placing": bool(routes.placed)}
 
@@ -222,6 +253,10 @@ class WorkerRefit(DestinationRefitMixin):
     def _make_refit_destination(self) -> SglangDestination:
         self.destination.new_epoch()
         return self.destination
+
+    def _make_scaled_cache(self) -> SglangScaledCache:
+        self._scaled_cache = SglangScaledCache(self._runner, self.device)
+        return self._scaled_cache
 
 
 def _read(specs: Sequence[Sequence[Any]]) -> list[TensorSpec]:
