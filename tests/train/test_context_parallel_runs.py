@@ -13,6 +13,8 @@ from .command import numbers
 from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 
+# Training by CP is tested in megatron_policy, what a recipe makes of the key in config.
+pytestmark = pytest.mark.full
 SAVED, STEPS = 2, 3
 WHOLE = ("trainer.ranks=1", "trainer.tensor_parallel=1")
 PARTS = ("trainer.ranks=2", "trainer.tensor_parallel=1", "trainer.context_parallel=2")

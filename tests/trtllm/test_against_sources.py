@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .package_double import modules_of
 from .published import PUBLISHED
 
@@ -18,6 +20,9 @@ vars(sys.modules[__name__]).update(
 """
 
 
+@pytest.mark.parametrize(
+    "generation", ["both", *(pytest.param(of, marks=pytest.mark.full) for of in ("allow-list", "deny-list"))]
+)
 def test_the_doubles_pass_what_the_published_files_have_to_pass(generation: str, tmp_path: Path) -> None:
     held = modules_of(generation)
     for name in PUBLISHED:
