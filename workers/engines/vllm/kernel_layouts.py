@@ -97,22 +97,48 @@ class KernelLayouts:
 
     def _processed(self, live: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What vLLM makes of ``given`` in the place of the live parameters."""
-        module, method = apart(live), apart(live.quant_method)
-        module._parameters = {
-            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()
-        }
-        module.quant_method = method
+        method = apart(live.quant_method)
         # vLLM from 0.32 on packs experts as it makes their kernel, and makes none where there is one.
         method.moe_kernel = None
-        try:
-            with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
-                method.process_weights_after_loading(module)
-        except Exception as error:
-            # Too little memory for other weights, or a state that they do not find.
-            raise NotRearranged(
-                f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
-            ) from error
-        return {name: p.data for name, p in module._parameters.items() if p is not None}
+        return held(processed(live, method, given, self._vllm_config, self._device))
+
+
+def processed(
+    live: nn.Module,
+    method: Any,
+    given: Mapping[str, torch.Tensor],
+    vllm_config: VllmConfig,
+    device: torch.device,
+) -> nn.Module:
+    """A copy of a module with ``given`` in the place of its parameters, after vLLM has processed it by ``method``.
+
+    Args:
+        live: the module, which stays as it is.
+        method: a copy of its ``quant_method``.
+        given: new parameters, as they are loaded.
+        vllm_config: of the worker.
+        device: of the live parameters.
+
+    Raises:
+        NotRearranged: vLLM's step failed.
+    """
+    module = apart(live)
+    module._parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()}
+    module.quant_method = method
+    try:
+        with set_current_vllm_config(vllm_config), device, torch.no_grad():
+            method.process_weights_after_loading(module)
+    except Exception as error:
+        # Too little memory for other weights, or a state that they do not find.
+        raise NotRearranged(
+            f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def held(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The data of a module's own parameters."""
+    return {name: p.data for name, p in module._parameters.items() if p is not None}
 
 
 def apart[T: nn.Module](module: T) -> T:

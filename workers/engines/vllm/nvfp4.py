@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 
 from ....integration.layout.codes import Codes, Letters, Nibbles, find_codes, tiled
 from ....integration.layout.rearrangement import NotRearranged
 from .compat import kind_of
-from .kernel_layouts import apart
+from .kernel_layouts import apart, held, processed
 from .layouts import has_padding
 from .nvfp4_making import Derived, Formula, Making, Order, PackedForm, Shapes, Tensors, marlins_maps
 
@@ -173,20 +173,9 @@ class PackedLayers:
 
     def _processed(self, live: nn.Module, given: Tensors) -> dict[str, torch.Tensor]:
         """What vLLM makes of ``given`` in the place of the live parameters."""
-        module, method = apart(live), live.quant_method
+        method = live.quant_method
         method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
-        module._parameters = {
-            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()
-        }
-        module.quant_method = method
-        try:
-            with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
-                method.process_weights_after_loading(module)
-        except Exception as error:
-            # Too little memory for other weights, or a state that they do not find.
-            raise NotRearranged(
-                f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
-            ) from error
+        module = processed(live, method, given, self._vllm_config, self._device)
         beside = [
             name
             for name, value in (*vars(module).items(), *module._buffers.items())
@@ -194,7 +183,7 @@ class PackedLayers:
         ]
         if unknown := set(beside) - {_WORKSPACE}:
             raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
-        return {name: p.data for name, p in module._parameters.items() if p is not None}
+        return held(module)
 
 
 def _kernel(method: Any) -> str:
