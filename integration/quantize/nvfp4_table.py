@@ -78,14 +78,15 @@ class DevicePacker:
         from .fp8_kernels import WORDS
         from .nvfp4_kernels import quantize_nvfp4
 
-        kinds: dict[tuple[torch.dtype, int], list[int]] = {}
+        most = _most(dtype, device)
+        kinds: dict[tuple[torch.dtype, int, bool], list[int]] = {}
         for index, job in enumerate(jobs):
             if job.source.numel():
-                kinds.setdefault((job.source.dtype, _unit(job.source)), []).append(index)
+                kinds.setdefault((job.source.dtype, *_lie(job.source)), []).append(index)
         like = torch.zeros(len(jobs), dtype=torch.float32, device=device)
         self._launches: list[tuple[torch.Tensor | None, Any]] = []
-        for (source, unit), chosen in kinds.items():
-            constants = (WORDS[str(source)], _BLOCKS, nvfp4.E4M3_TINIEST, dtype != source, unit)
+        for (source, unit, flat), chosen in kinds.items():
+            constants = (WORDS[str(source)], _BLOCKS, nvfp4.E4M3_TINIEST, dtype != source, unit, flat, most)
             table = _table([jobs[index] for index in chosen])
             launch = Launch(quantize_nvfp4, _WARPS, table, constants, device, (like,))
             which = torch.tensor(chosen, device=device) if len(chosen) < len(jobs) else None
@@ -97,11 +98,18 @@ class DevicePacker:
             launch(scale_2 if which is None else scale_2[which])
 
 
-def _unit(source: torch.Tensor) -> int:
-    """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
+def _most(dtype: torch.dtype, device: torch.device) -> float:
+    """Up to which global scale no quotient of a weight underflows; 0 where Triton's interpreter rounds products before sums."""
+    if device.type != "cuda":
+        return 0.0
+    return {torch.bfloat16: 2.0**7, torch.float16: 2.0**7}.get(dtype, 2.0**-9)
+
+
+def _lie(source: torch.Tensor) -> tuple[int, bool]:
+    """Elements that one access can move, 16, or 1 where rows are not contiguous or not aligned to that; and if no gaps are in between."""
     wide = _UNIT * source.element_size()
     aligned = source.stride(1) == 1 and source.stride(0) % _UNIT == 0 and source.data_ptr() % wide == 0
-    return _UNIT if aligned else 1
+    return (_UNIT, source.is_contiguous()) if aligned else (1, False)
 
 
 def _table(jobs: Sequence[Nvfp4Job]) -> Table:

@@ -11,6 +11,7 @@ from tests.quantize.test_fp8_kernels import (
     compare_kernel_with_torch,
     hard_weights,
 )
+from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
 from tests.quantize.weights import same
 
 from .needs import needs
@@ -52,3 +53,8 @@ def test_packed_scales_are_those_of_the_cpu() -> None:
 def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
     compare_cut_blocks_with_torch(torch.device("cuda", 0))
+
+
+def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        compare_nvfp4_with_torch(dtype, torch.device("cuda", 0))
