@@ -71,6 +71,13 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
     assert found["st.global.b16"] == 0
 
 
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_the_largest_magnitudes_are_read_16_bytes_at_a_time(source: Any, size: int) -> None:
+    constants = {**_PLACES, "SOURCE": source, "SOURCE_BYTES": size, "LANES": 16, "TILE": 256}
+    found = accesses(kernels.largest_magnitudes, constants, 4, "out")
+    assert found["ld.global.v4.b32"] == 2 * size
+
+
 def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
     found = accesses(reordering_kernels.set_aside, {"TILE": 1024}, 4, "aside")
     assert (found["ld.global.v2.b64"], found["st.global.v2.b64"]) == (8, 8)
@@ -91,11 +98,14 @@ def test_matrices_are_put_in_order_without_spilling(
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
 def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
     constants = {"WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4, "UNIT": 16}
+    constants |= {"FLAT": True, "MOST": 2.0**7}
     made = compiled(nvfp4_kernels.quantize_nvfp4, constants, ("scales_2",), num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
-    # Divisions that round as torch's do, and no products that are added before they are rounded.
-    assert "div.full" not in made["ptx"]
-    assert "fma" not in made["ptx"]
+    # A thread has 32 elements, of 4 or 8 blocks. It makes reciprocals for the blocks and the global scale, and a quotient of
+    # each block and element. No other product is added before it is rounded.
+    blocks = 2 * size
+    assert made["ptx"].count("div.full") == blocks + 1
+    assert made["ptx"].count("fma.rn") == 2 * (blocks + 1) + 4 * (blocks + 32)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
