@@ -14,6 +14,27 @@ from .fp8_kernels import e4m3
 
 
 @triton.jit
+def e2m1(size):
+    """The codes without signs that are nearest to sizes, ties to the even one, saturating: :func:`.nvfp4.magnitudes`."""
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    return code + (size > 5.0).to(tl.int32)
+
+
+@triton.jit
+def in_fp32(x, ROUND: tl.constexpr):
+    """Numbers of 16 or 32 bits in FP32; ``ROUND``: to BF16 first."""
+    if ROUND:
+        x = to_bf16(x.to(tl.float32))
+    if x.dtype == tl.bfloat16:
+        # By its bits: Triton's interpreter makes zeros of the smallest.
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def quantize_nvfp4(
     tiles,
     rows,
@@ -50,13 +71,7 @@ def quantize_nvfp4(
     element = tl.arange(0, 16)[None, :]
     mask = inside[:, None] & (element >= 0)
     x = tl.load(source + (begin[:, None] + element * source_column), mask=mask, other=0.0)
-    if ROUND:
-        x = to_bf16(x.to(tl.float32))
-    if x.dtype == tl.bfloat16:
-        # By its bits: Triton's interpreter makes zeros of the smallest.
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = x.to(tl.float32)
+    x = in_fp32(x, ROUND)
     g = tl.load(scales_2 + at)
     # Sizes in the order of their bits as integers, NaN above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
@@ -72,11 +87,7 @@ def quantize_nvfp4(
     decoded = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
     divisor = (decoded * g)[:, None]
     scaled = tl.div_rn(x, tl.broadcast_to(divisor, [BLOCKS, 16]))
-    size = tl.abs(scaled)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    code |= (scaled < 0.0).to(tl.int32) << 3
+    code = e2m1(tl.abs(scaled)) | ((scaled < 0.0).to(tl.int32) << 3)
     # E2M1 has no NaN: a block that holds one is zeros with a scale that is none.
     code = tl.where((largest >= 0x7F800000)[:, None], 0, code)
     low, high = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))

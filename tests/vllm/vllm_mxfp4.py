@@ -1,0 +1,195 @@
+"""GPT-OSS in MXFP4 in vLLM's kernels, Marlin's among them, refitted beside what vLLM itself loads.
+
+Marlin's own step runs on the CPU; its one function in CUDA is :mod:`tests.marlin`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlrefit.integration.quantize import mxfp4
+
+EXPERTS = 4
+Report = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel that has the experts on one of some ranks.
+
+    Attributes:
+        backend: of vLLM's ``Mxfp4MoeBackend``.
+        sizes: hidden and intermediate size.
+        expert: the ranks share the experts, and not their columns.
+        changes: the kernel's step also changes codes, as none does that was read.
+    """
+
+    backend: str
+    sizes: tuple[int, int]
+    rank: int = 0
+    ranks: int = 1
+    expert: bool = False
+    changes: bool = False
+
+
+PADDED, WHOLE = (96, 160), (256, 256)
+CASES = {
+    "as loaded": Case("NONE", PADDED),
+    "as loaded, last of two": Case("NONE", PADDED, 1, 2),
+    "Marlin": Case("MARLIN", WHOLE),
+    "Marlin, padded": Case("MARLIN", PADDED),
+    "Marlin, padded, first of two": Case("MARLIN", PADDED, 0, 2),
+    "Marlin, padded, last of two": Case("MARLIN", PADDED, 1, 2),
+    "Marlin, half of the experts": Case("MARLIN", PADDED, 1, 2, expert=True),
+}
+UNKNOWN = "a kernel that is not known"
+
+
+def write_oss(folder: Path, sizes: tuple[int, int], seed: int) -> Path:
+    """A tiny GPT-OSS in MXFP4, as OpenAI's checkpoints have it, with random weights."""
+    import transformers
+
+    hidden, intermediate = sizes
+    config = transformers.GptOssConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    path = folder / f"oss-{hidden}-{intermediate}-{seed}"
+    model.save_pretrained(path)
+    save_file(packed(read(path)), path / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((path / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "config.json").write_text(json.dumps(told))
+    return path
+
+
+def packed(weights: Tensors) -> Tensors:
+    """A checkpoint's tensors with the experts in MXFP4, under the names that OpenAI's have."""
+    found: Tensors = {}
+    for name, weight in weights.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            codes, scales = mxfp4.quantize(weight.transpose(1, 2))
+            found[f"{name}_blocks"] = codes.view(*scales.shape, 16)
+            found[f"{name}_scales"] = scales
+        else:
+            found[name] = weight
+    return found
+
+
+def read(path: Path) -> Tensors:
+    return load_file(path / "model.safetensors")
+
+
+def refit_all(folder: Path) -> dict[str, Report]:
+    """Of each case, what :func:`_refitted` found."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    paths = {sizes: [write_oss(folder, sizes, seed) for seed in (0, 1)] for sizes in (PADDED, WHOLE)}
+    cases = {**CASES, UNKNOWN: Case("MARLIN", PADDED, changes=True)}
+    return {name: _refitted(case, *paths[case.sizes]) for name, case in cases.items()}
+
+
+def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
+    """Load A, refit to B and back, each time from poisoned memory."""
+    from vllm_ranks import _differing, _state
+
+    from rlrefit.integration.weights.manifest import TensorSpec
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.layouts import has_padding
+
+    with _kernels(case):
+        live, config = _loaded(case, path_a)
+        oracles = [_loaded(case, path_b)[0], _loaded(case, path_a)[0]]
+        versions = [read(path_b), read(path_a)]
+        specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in versions[0].items()]
+        destination = VllmDestination(live, config, torch.device("cpu"))
+        before, places = _state(live), {name: p.data_ptr() for name, p in live.named_parameters()}
+        fragments, misc = destination.fragments(specs)
+        found: Report = {
+            "backends": {m.quant_method.mxfp4_backend.name for m in _experts(live)},
+            "untouched": all(torch.equal(held, before[name]) for name, held in _state(live).items()),
+            "misc": {name: reason for name, reason in misc.items() if ".experts." in name},
+            "bulk": {name.rpartition(".")[2] for name in {f.name for f in fragments} if ".experts." in name},
+            "rewritten": {name.rpartition(".")[2] for name in destination.rewritten(specs)},
+            "padded": {has_padding(module) for module in _experts(live)},
+        }
+        # The second time all weights come whole, as from trainers that hold none in a shape of its own.
+        for version, (tensors, oracle) in enumerate(zip(versions, oracles, strict=True), start=1):
+            for parameter in live.parameters():
+                parameter.data.view(-1).view(torch.uint8).fill_(0xFF)
+            for fragment in fragments if version == 1 else ():
+                fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
+            destination.load_weights((n, tensors[n].clone()) for n in (misc if version == 1 else tensors))
+            destination.finish(version)
+            found[f"differing after {version}"] = _differing(live, oracle)
+        again, _ = destination.fragments(specs)
+        found["same places"] = places == {name: p.data_ptr() for name, p in live.named_parameters()} and [
+            fragment.view.data_ptr() for fragment in again
+        ] == [fragment.view.data_ptr() for fragment in fragments]
+        found["alike"] = {"w13_weight", "w2_weight", "w13_weight_scale", "w13_bias"} - {
+            name.rpartition(".")[2] for name in _differing(*oracles)
+        }
+        return found
+
+
+def _experts(model: torch.nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "w13_weight"))
+
+
+def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+    from vllm_ranks import Case as VllmCase
+    from vllm_ranks import Layout, _config
+
+    from tests.catalog.real_vllm import _stand_in_for_groups
+
+    here, one = (case.rank, case.ranks), (0, 1)
+    ep = here if case.expert else one
+    _stand_in_for_groups({"groups": {"tp": here, "pp": one, "dp": one, "ep": ep, "pcp": one}})
+    config = _config(str(path), VllmCase(str(path), str(path), Layout(expert=case.expert)))
+    config.parallel_config.tensor_parallel_size = case.ranks
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
+
+
+@contextmanager
+def _kernels(case: Case) -> Iterator[None]:
+    """vLLM takes the case's kernel, whose own step runs on this CPU."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend, backend_to_kernel_cls
+    from vllm.model_executor.layers.quantization import mxfp4 as vllm_mxfp4
+
+    from tests.marlin import gptq_marlin_repack
+
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    backend = Mxfp4MoeBackend[case.backend]
+    chosen = backend, (None if case.backend == "NONE" else backend_to_kernel_cls(backend)[0])
+    vllm_mxfp4.select_mxfp4_moe_backend = lambda *_: chosen
+    _custom_ops.gptq_marlin_repack = (
+        (lambda **given: gptq_marlin_repack(**given) ^ 1) if case.changes else gptq_marlin_repack
+    )
+    yield
