@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels, reordering_kernels
-from rlrefit.integration.quantize import fp8_kernels, nvfp4_kernels
+from rlrefit.integration.quantize import fp8_kernels, mxfp4_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
@@ -96,6 +96,22 @@ def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp
     # Divisions that round as torch's do, and no products that are added before they are rounded.
     assert "div.full" not in made["ptx"]
     assert "fma" not in made["ptx"]
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
+    constants = {"WORD": source, "BLOCKS": 128, "ROUND": size == 4, "DOWN": False, "UNIT": 16}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
+    assert "div.full" not in made["ptx"]
+    assert "fma" not in made["ptx"]
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(tmp_path: Path) -> None:
+    constants = {"WORD": tl.bfloat16, "BLOCKS": 128, "ROUND": False, "DOWN": True, "UNIT": 1}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

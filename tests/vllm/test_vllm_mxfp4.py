@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_mxfp4 import CASES, PADDED, UNKNOWN, refit_all
+from vllm_mxfp4 import CASES, PADDED, SENT, UNKNOWN, refit_all
 
 from tests.ahead import FoundAhead
 from tests.qat.vllm_side import ENVIRONMENT
@@ -48,6 +48,16 @@ def test_experts_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahe
     assert found["rewritten"] == set()
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_ranks_that_hold_experts_in_bf16_send_what_vllm_loads_from_a_packed_checkpoint(
+    found_ahead: FoundAhead, case: str
+) -> None:
+    by_rank = found_ahead.by(refit_packed_experts)[case]["sent"]
+    # A half of 160 columns cuts a block of 32, so such weights come whole. Nothing goes into a kernel that is not known.
+    bulk = set() if case == UNKNOWN else PARTS - {"down_proj_blocks", "down_proj_scales"}
+    assert by_rank == [([[], []], bulk)] * 3
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.layout import Axes, Box
 from rlrefit.integration.quantize import mxfp4
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.manifest import TensorSpec
+from tests.refit.synthetic import SyntheticSource, run_world
 
 EXPERTS = 4
 Report = dict[str, Any]
@@ -54,6 +59,9 @@ CASES = {
     "Marlin, half of the experts": Case("MARLIN", PADDED, 1, 2, expert=True),
 }
 UNKNOWN = "a kernel that is not known"
+ALL = {**CASES, UNKNOWN: Case("MARLIN", PADDED, changes=True)}
+# Those into which trainers refit, too.
+SENT = ("Marlin, padded", UNKNOWN)
 
 
 def write_oss(folder: Path, sizes: tuple[int, int], seed: int) -> Path:
@@ -80,7 +88,8 @@ def write_oss(folder: Path, sizes: tuple[int, int], seed: int) -> Path:
             parameter.normal_(0.0, 0.1)
     path = folder / f"oss-{hidden}-{intermediate}-{seed}"
     model.save_pretrained(path)
-    save_file(packed(read(path)), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").rename(_unpacked(path))
+    save_file(packed(load_file(_unpacked(path))), path / "model.safetensors", metadata={"format": "pt"})
     told = json.loads((path / "config.json").read_text())
     told["quantization_config"] = {"quant_method": "mxfp4"}
     (path / "config.json").write_text(json.dumps(told))
@@ -100,23 +109,29 @@ def packed(weights: Tensors) -> Tensors:
     return found
 
 
+def _unpacked(path: Path) -> Path:
+    """The same weights in BF16, where vLLM does not look."""
+    return path.with_suffix(".safetensors")
+
+
 def read(path: Path) -> Tensors:
     return load_file(path / "model.safetensors")
 
 
 def refit_all(folder: Path) -> dict[str, Report]:
-    """Of each case, what :func:`_refitted` found."""
+    """Of each case, what :func:`_refitted` found, and of some what :func:`_sent` did."""
     sys.path.insert(0, str(Path(__file__).parent))
     paths = {sizes: [write_oss(folder, sizes, seed) for seed in (0, 1)] for sizes in (PADDED, WHOLE)}
-    cases = {**CASES, UNKNOWN: Case("MARLIN", PADDED, changes=True)}
-    return {name: _refitted(case, *paths[case.sizes]) for name, case in cases.items()}
+    found = {name: _refitted(case, *paths[case.sizes]) for name, case in ALL.items()}
+    for name in SENT:
+        found[name] |= _sent(ALL[name], *paths[ALL[name].sizes])
+    return found
 
 
 def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
     """Load A, refit to B and back, each time from poisoned memory."""
     from vllm_ranks import _differing, _state
 
-    from rlrefit.integration.weights.manifest import TensorSpec
     from rlrefit.workers.engines.vllm.destination import VllmDestination
     from rlrefit.workers.engines.vllm.layouts import has_padding
 
@@ -153,6 +168,72 @@ def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
             name.rpartition(".")[2] for name in _differing(*oracles)
         }
         return found
+
+
+class _Rank(SyntheticSource):
+    """One of two tensor-parallel ranks of Megatron's, which holds weights in BF16: rows of gate and up apart, and rows before columns."""
+
+    def __init__(self, rank: int, versions: Sequence[Tensors]) -> None:
+        self._versions = versions
+        layout: dict[str, list[Box]] = {}
+        axes: dict[str, Axes] = {}
+        for name, tensor in versions[0].items():
+            shape = tuple(tensor.shape)
+            if name.endswith("experts.gate_up_proj"):
+                experts, k, n = shape
+                axes[name] = Axes(((experts,), (k,), (n // 2, 2)), (0, 2, 3, 1))
+                half = (rank * n // 4, (rank + 1) * n // 4)
+                layout[name] = [((0, experts), half, (which, which + 1), (0, k)) for which in (0, 1)]
+            elif name.endswith("experts.down_proj"):
+                experts, k, n = shape
+                axes[name] = Axes(((experts,), (k,), (n,)), (0, 2, 1))
+                layout[name] = [((0, experts), (0, n), (rank * k // 2, (rank + 1) * k // 2))]
+            elif rank == 0:
+                layout[name] = [tuple((0, size) for size in shape)]
+        specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in versions[0].items()]
+        super().__init__(specs, layout, axes=axes)
+
+    def set_version(self, version: int) -> None:
+        for (name, box), storage in self._held.items():
+            axes, whole = self._axes.get(name), self._versions[version - 1][name]
+            seen = whole if axes is None else axes.see(whole)
+            storage.copy_(seen[tuple(slice(*part) for part in box)])
+        self.version = version
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self._versions[self.version - 1][name]) for name in names)
+
+
+def _sent(case: Case, path_a: Path, path_b: Path) -> Report:
+    """Two trainer ranks with weights in BF16 refit B and then A into an engine that was started from A."""
+    from vllm_ranks import _differing
+
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    with _kernels(case):
+        live, config = _loaded(case, path_a)
+        oracles = [_loaded(case, path_b)[0], _loaded(case, path_a)[0]]
+        destination = VllmDestination(live, config, torch.device("cpu"))
+        versions = [load_file(_unpacked(path)) for path in (path_b, path_a)]
+
+        def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+            found = []
+            for version, oracle in enumerate(oracles, start=1):
+                if session.world.is_source:
+                    endpoint.set_version(version)
+                else:
+                    for parameter in live.parameters():
+                        parameter.data.view(-1).view(torch.uint8).fill_(0xFF)
+                session.refit(version)
+                found.append([] if session.world.is_source else _differing(live, oracle))
+            return found, {
+                s.name.rpartition(".")[2] for s in session.manifest.specs("bulk") if ".experts." in s.name
+            }
+
+        settings = RefitConfig(
+            bucket_mb=1, timeout_s=60.0, verify="full", transport="p2p", trainer_quantize_mxfp4=True
+        )
+        return {"sent": run_world([_Rank(rank, versions) for rank in (0, 1)], [destination], body, settings)}
 
 
 def _experts(model: torch.nn.Module) -> Iterator[Any]:

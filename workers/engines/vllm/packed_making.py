@@ -139,7 +139,7 @@ class Making:
         """Where a parameter of a module lands, as it is loaded; None if in the live parameter as that is."""
         if module not in self._modules:
             return None
-        held, form = self._modules[module]
+        _, form = self._modules[module]
         if (module, parameter) in self._staged:
             return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
         return self.as_loaded(module, parameter) if parameter in form.orders else None

@@ -14,8 +14,8 @@ import torch
 from ....integration.layout import Box, Fragment
 from ....integration.packing import Cast
 from ....integration.quantize import blocks, nvfp4
-from ....integration.quantize.nvfp4_checkpoint import packed_names
 from ....integration.quantize.four_bits import PackJob
+from ....integration.quantize.nvfp4_checkpoint import packed_names
 from ....integration.quantize.nvfp4_table import Nvfp4Packer, make_packer
 from ....integration.weights.endpoints import WeightSource, Writes, writes_by
 from ....integration.weights.manifest import TensorSpec
