@@ -5,7 +5,6 @@ Marlin's own step runs on the CPU; its one function in CUDA is :mod:`tests.marli
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,18 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Axes, Box
-from rlrefit.integration.quantize import mxfp4
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
+from tests.oss_checkpoints import Tensors, read, unpacked, write_oss
 from tests.refit.synthetic import SyntheticSource, run_world
 
-EXPERTS = 4
 Report = dict[str, Any]
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,60 +58,6 @@ UNKNOWN = "a kernel that is not known"
 ALL = {**CASES, UNKNOWN: Case("MARLIN", PADDED, changes=True)}
 # Those into which trainers refit, too.
 SENT = ("Marlin, padded", UNKNOWN)
-
-
-def write_oss(folder: Path, sizes: tuple[int, int], seed: int) -> Path:
-    """A tiny GPT-OSS in MXFP4, as OpenAI's checkpoints have it, with random weights."""
-    import transformers
-
-    hidden, intermediate = sizes
-    config = transformers.GptOssConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.1)
-    path = folder / f"oss-{hidden}-{intermediate}-{seed}"
-    model.save_pretrained(path)
-    (path / "model.safetensors").rename(_unpacked(path))
-    save_file(packed(load_file(_unpacked(path))), path / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((path / "config.json").read_text())
-    told["quantization_config"] = {"quant_method": "mxfp4"}
-    (path / "config.json").write_text(json.dumps(told))
-    return path
-
-
-def packed(weights: Tensors) -> Tensors:
-    """A checkpoint's tensors with the experts in MXFP4, under the names that OpenAI's have."""
-    found: Tensors = {}
-    for name, weight in weights.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            codes, scales = mxfp4.quantize(weight.transpose(1, 2))
-            found[f"{name}_blocks"] = codes.view(*scales.shape, 16)
-            found[f"{name}_scales"] = scales
-        else:
-            found[name] = weight
-    return found
-
-
-def _unpacked(path: Path) -> Path:
-    """The same weights in BF16, where vLLM does not look."""
-    return path.with_suffix(".safetensors")
-
-
-def read(path: Path) -> Tensors:
-    return load_file(path / "model.safetensors")
 
 
 def refit_all(folder: Path) -> dict[str, Report]:
@@ -214,7 +156,7 @@ def _sent(case: Case, path_a: Path, path_b: Path) -> Report:
         live, config = _loaded(case, path_a)
         oracles = [_loaded(case, path_b)[0], _loaded(case, path_a)[0]]
         destination = VllmDestination(live, config, torch.device("cpu"))
-        versions = [load_file(_unpacked(path)) for path in (path_b, path_a)]
+        versions = [read(unpacked(path)) for path in (path_b, path_a)]
 
         def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
             found = []
