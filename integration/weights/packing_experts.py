@@ -7,6 +7,7 @@ A checkpoint in BF16 has the experts of a layer in one tensor ``x`` ``[experts, 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -168,36 +169,35 @@ class ExpertPackingSource:
         *extents, columns = seen.shape
         codes = self._kept(packed.blocks.name, box, (*extents, columns // 2))
         scales = self._kept(packed.scales.name, box, (*extents, columns // mxfp4.BLOCK))
-        # The kernel takes matrices.
-        cut = len(extents) - 1
-        self._jobs += [
-            PackJob(*matrices)
-            for matrices in zip(
-                *(t.flatten(0, cut - 1).unbind() if cut else (t,) for t in (seen, codes, scales)), strict=True
-            )
-        ]
+        self._jobs += [PackJob(*one) for one in zip(*map(_matrices, (seen, codes, scales)), strict=True)]
         experts, _, outer = axes.splits
         # The factors of k are gone from among those of the other dimensions.
         order = tuple(i - (i > len(experts)) for i in axes.order if i != len(experts))
-        seen_as = Axes((experts, outer, packed.scales.shape[2:]), (*order, len(order)))
-        yield Fragment(packed.scales.name, packed.scales.shape, (*rows, count), scales, axes=seen_as)
-        seen_as = Axes(
-            (experts, outer, *((n,) for n in packed.blocks.shape[2:])), (*order, len(order), len(order) + 1)
-        )
-        shape = *extents, count[1] - count[0], _HALF
-        yield Fragment(
-            packed.blocks.name,
-            packed.blocks.shape,
-            (*rows, count, (0, _HALF)),
-            codes.view(shape),
-            axes=seen_as,
-        )
+        halves = codes.view(*extents, count[1] - count[0], _HALF)
+        for spec, made, columns_of in (
+            (packed.blocks, halves, (count, (0, _HALF))),
+            (packed.scales, scales, (count,)),
+        ):
+            splits = experts, outer, *((n,) for n in spec.shape[2:])
+            found = Axes(splits, (*order, *range(len(order), len(order) + len(columns_of))))
+            yield Fragment(
+                spec.name, spec.shape, (*rows, *columns_of), made, axes=None if found.plain else found
+            )
 
     def _kept(self, name: str, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         """The same memory each time: who asked for fragments before reads what :meth:`prepare` writes, as who asks now."""
         if (name, box) not in self._memory:
             self._memory[name, box] = torch.empty(shape, dtype=torch.uint8, device=self.device)
         return self._memory[name, box]
+
+
+def _matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor as matrices of its last dimension and of the one before it that has several elements: views, in order."""
+    *extents, _ = tensor.shape
+    several = tensor[tuple(0 if n == 1 else slice(None) for n in extents)]
+    if several.dim() == 1:
+        return [several[None]]
+    return [several[index] for index in product(*map(range, several.shape[:-2]))]
 
 
 def _place_of_k(axes: Axes) -> int:
