@@ -78,7 +78,13 @@ def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("bits", "words", "mapped", "paired"),
-    [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)],
+    [
+        (4, 128, False, True),
+        (4, 128, False, False),
+        (8, 16, True, False),
+        (8, 16, False, False),
+        (8, 1, False, False),
+    ],
 )
 def test_matrices_are_put_in_order_without_spilling(
     bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path

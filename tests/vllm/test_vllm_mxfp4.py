@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_mxfp4 import CASES, PADDED, SENT, UNKNOWN, refit_all
+from vllm_mxfp4 import CASES, PADDED, REFUSED, SENT, UNKNOWN, refit_all
 
 from tests.ahead import FoundAhead
 from tests.qat.vllm_side import ENVIRONMENT
@@ -48,6 +48,15 @@ def test_experts_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahe
     assert found["rewritten"] == set()
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
+
+
+def test_weights_of_the_other_kind_are_refused_before_anything_is_written(found_ahead: FoundAhead) -> None:
+    found = found_ahead.by(refit_packed_experts)[REFUSED]
+    of_packed, of_plain = found["engine 0"], found["engine 1"]
+    assert of_packed[:2] == ("PlanError", "trace")
+    assert "trainer_quantize_mxfp4" in of_packed[3]
+    assert of_plain[:2] == ("RefitMismatch", "trace")
+    assert of_plain[2].endswith(("_blocks", "_scales"))
 
 
 @pytest.mark.parametrize("case", SENT)

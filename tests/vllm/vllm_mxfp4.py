@@ -55,6 +55,7 @@ CASES = {
     "Marlin, half of the experts": Case("MARLIN", PADDED, 1, 2, expert=True),
 }
 UNKNOWN = "a kernel that is not known"
+REFUSED = "weights of the other kind"
 ALL = {**CASES, UNKNOWN: Case("MARLIN", PADDED, changes=True)}
 # Those into which trainers refit, too.
 SENT = ("Marlin, padded", UNKNOWN)
@@ -65,6 +66,7 @@ def refit_all(folder: Path) -> dict[str, Report]:
     sys.path.insert(0, str(Path(__file__).parent))
     paths = {sizes: [write_oss(folder, sizes, seed) for seed in (0, 1)] for sizes in (PADDED, WHOLE)}
     found = {name: _refitted(case, *paths[case.sizes]) for name, case in ALL.items()}
+    found[REFUSED] = _refusals(paths[PADDED][0])
     for name in SENT:
         found[name] |= _sent(ALL[name], *paths[ALL[name].sizes])
     return found
@@ -176,6 +178,32 @@ def _sent(case: Case, path_a: Path, path_b: Path) -> Report:
             bucket_mb=1, timeout_s=60.0, verify="full", transport="p2p", trainer_quantize_mxfp4=True
         )
         return {"sent": run_world([_Rank(rank, versions) for rank in (0, 1)], [destination], body, settings)}
+
+
+def _refusals(path: Path) -> Report:
+    """What engines say of weights of the other kind, the packed one first."""
+    from rlrefit.integration.errors import RefitError
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    found: Report = {}
+    folders = [path, unpacked(path)]
+    for holds, sent in ((0, 1), (1, 0)):
+        with _kernels(CASES["as loaded"]):
+            live, config = _loaded(CASES["as loaded"], folders[holds])
+            before = {name: p.detach().clone() for name, p in live.named_parameters()}
+            specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in read(folders[sent]).items()]
+            try:
+                VllmDestination(live, config, torch.device("cpu")).fragments(specs)
+                found[f"engine {holds}"] = "taken"
+            except RefitError as error:
+                found[f"engine {holds}"] = (
+                    type(error).__name__,
+                    error.stage,
+                    (error.parameter or "").rpartition(".")[2],
+                    str(error),
+                )
+            assert all(torch.equal(before[name], p) for name, p in live.named_parameters())
+    return found
 
 
 def _experts(model: torch.nn.Module) -> Iterator[Any]:

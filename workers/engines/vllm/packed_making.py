@@ -331,8 +331,9 @@ class _Orders:
         self._maps = marlins_maps(dtype, device) if slots else _no_maps(device)
         self._reordering = make_reordering(jobs, device)
         self._finder = make_largest_bytes(scales, device) if scales else None
-        self._found = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._choices = torch.zeros(slots, dtype=torch.int32, device=device)
+        # The kernels want some memory, even where they read none of it.
+        self._found = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
+        self._choices = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
 
     def put(self) -> None:
         if self._finder is not None:
