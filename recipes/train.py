@@ -141,8 +141,9 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     """The configuration with ``model.dtype: auto`` resolved."""
     if config.model.dtype != "auto":
         return config
-    # FP8 and NVFP4 codes are made of 16 bits, on CPUs too.
-    quantizes = config.policy.refit.trainer_quantize_fp8 or config.policy.qat != "off"
+    # Codes are made of 16 bits, on CPUs too.
+    refit = config.policy.refit
+    quantizes = refit.trainer_quantize_fp8 or refit.trainer_quantize_mxfp4 or config.policy.qat != "off"
     in_bf16 = gpus or quantizes or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 

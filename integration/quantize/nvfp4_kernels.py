@@ -17,6 +17,32 @@ LEAST = tl.constexpr(2.0**-90)
 
 
 @triton.jit
+def e2m1(size):
+    """The codes without signs that are nearest to sizes of at most 6, ties to the even one: :func:`.nvfp4.magnitudes`.
+
+    They are the lowest four bits; higher ones have no meaning.
+    """
+    # Codes are steps of 1/2 below 2, of 1 below 4, and then of 2, which is what the last bit is worth of a number from 2**22,
+    # 2**23 and 2**24 on.
+    step = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23)
+    code = (size + step.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - (149 << 23)
+    return code + (code >> 22)
+
+
+@triton.jit
+def in_fp32(x, ROUND: tl.constexpr):
+    """Numbers of 16 or 32 bits in FP32; ``ROUND``: to BF16 first."""
+    if ROUND:
+        x = to_bf16(x.to(tl.float32))
+    if x.dtype == tl.bfloat16:
+        # By its bits: Triton's interpreter makes zeros of the smallest.
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def _larger(a, b):
     """NaN if one of them is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -81,13 +107,7 @@ def quantize_nvfp4(
     element = tl.arange(0, 16)[None, :]
     mask = inside[:, None] & (element >= 0)
     x = tl.load(source + (begin[:, None] + element * source_column), mask=mask, other=0.0)
-    if ROUND:
-        x = to_bf16(x.to(tl.float32))
-    if x.dtype == tl.bfloat16:
-        # By its bits: Triton's interpreter makes zeros of the smallest.
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = x.to(tl.float32)
+    x = in_fp32(x, ROUND)
     g = tl.load(scales_2 + at)
     fast = (g >= LEAST) & (g <= MOST)
     amax = tl.reduce(tl.abs(x), 1, _larger)
@@ -107,13 +127,8 @@ def quantize_nvfp4(
     # E2M1 has no NaN: a block that holds one, or an infinity, is zeros with a scale that is none.
     most = tl.where(finite, 6.0 * divisor, 0.0)[:, None]
     size = _quotient(tl.where(tl.abs(x) < most, tl.abs(x), most), divisor[:, None], fast)
-    # To the nearest code, ties to the even one: codes are steps of 1/2 below 2, of 1 below 4, and then of 2, which is what the last
-    # bit is worth of a number from 2**22, 2**23 and 2**24 on. Bits above the fourth are dropped at the end.
-    step = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23)
-    code = (size + step.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - (149 << 23)
-    code = code + (code >> 22)
     # Zero has no sign, nor has a quotient that vanishes.
-    code += tl.where((x < 0.0) & (size > 0.0), 8, 0)
+    code = e2m1(size) + tl.where((x < 0.0) & (size > 0.0), 8, 0)
     low, high = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))
     half = tl.arange(0, 8)[None, :]
     place = block.to(tl.int64)[:, None] * 8 + half

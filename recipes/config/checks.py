@@ -32,7 +32,7 @@ CHOICES = {
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
-    "generation.weight_dtype": ("auto", "fp8"),
+    "generation.weight_dtype": ("auto", "fp8", "mxfp4"),
     "policy.qat": ("off", "w4a4", "w4a16"),
 }
 
@@ -285,6 +285,33 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
+def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_mxfp4", "generation.weight_dtype"
+    quantizes, mxfp4 = config.policy.refit.trainer_quantize_mxfp4, config.generation.weight_dtype == "mxfp4"
+    if quantizes and not mxfp4 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine does not keep experts in MXFP4; give {stored}=mxfp4, or false here",
+        )
+    if not mxfp4:
+        return
+    for other, wrong, why in (
+        (key, not quantizes, "vLLM packs nothing itself; give true"),
+        (
+            "generation.backend",
+            config.generation.backend != "vllm",
+            "refits bring packed experts to vLLM alone; give vllm",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16"),
+            "vLLM computes with MXFP4 in bfloat16 alone; give that",
+        ),
+    ):
+        if wrong:
+            yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")
+
+
 def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, trainer = "trainer.fp8_param", config.trainer
     if not trainer.fp8_param or trainer.backend != "megatron":
@@ -528,11 +555,11 @@ def _lora(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             (key, "generation.vllm.load_format"),
             f"{key}: adapter brings no weights of the base model, which load_format dummy leaves random; give auto, or merge",
         )
-    if generation.weight_dtype == "fp8":
+    if generation.weight_dtype != "auto":
         yield Violation(
             (key, "generation.weight_dtype"),
-            f"{key}: adapter brings no weights of the base model, which generation.weight_dtype fp8 takes from the trainer; give "
-            "merge",
+            f"{key}: adapter brings no weights of the base model, which generation.weight_dtype {generation.weight_dtype} takes from "
+            "the trainer; give merge",
         )
 
 
@@ -678,6 +705,7 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     _fp8_weights,
+    _mxfp4_weights,
     _fp8_parameters,
     _qat,
     sglang_violations,

@@ -161,6 +161,17 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 found.append(
                     Violation(("policy.qat", "model.path"), f"policy.qat: {config.policy.qat}, but {problem}")
                 )
+    if config.generation.weight_dtype == "mxfp4":
+        for wrong, problem in (
+            (text.get("model_type") != "gpt_oss", "only GPT-OSS's experts are packed so; give auto"),
+            (
+                quantization_of(hf_config),
+                "the trainer starts from BF16, and the checkpoint is quantized; give a copy in BF16",
+            ),
+        ):
+            if wrong:
+                keys = "generation.weight_dtype", "model.path"
+                found.append(Violation(keys, f"generation.weight_dtype: mxfp4, but {problem}"))
     if experts is not None:
         name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")

@@ -45,12 +45,20 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
     if config.policy.refit.lora == "adapter":
         rank = min(size for size in VLLM_LORA_RANKS if size >= config.trainer.lora.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype != "fp8":
+    if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype == "auto":
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
     if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
+    if generation.weight_dtype == "mxfp4":
+        # The engine expects packed experts, which the checkpoint lacks, so the first refit brings all weights. Of the kernels before
+        # Blackwell's, Marlin's alone has them where refits can write.
+        arguments |= {
+            "hf_overrides": {"quantization_config": {"quant_method": "mxfp4"}},
+            "load_format": "dummy",
+            "moe_backend": "marlin",
+        }
     if config.policy.qat != "off":
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")

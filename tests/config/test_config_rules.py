@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.recipes.algorithms.losses import AGGREGATIONS
 from rlrefit.recipes.config.checks import CHOICES, LEAST, RANGES, config_violations, value_at
 from rlrefit.recipes.config.engines import ENABLED, needs_bfloat16
@@ -17,6 +18,7 @@ from rlrefit.recipes.config.machine import gpu_violations
 VLLM = {"generation.backend": "vllm"}
 FP8 = {"generation.weight_dtype": "fp8"}
 QUANTIZES = {"policy.refit.trainer_quantize_fp8": True}
+MXFP4 = VLLM | {"generation.weight_dtype": "mxfp4", "policy.refit.trainer_quantize_mxfp4": True}
 DAPO = {"algorithm.name": "dapo"}
 SHARED = {ENABLED: True, "trainer.distributed_optimizer": True}
 OFFLOAD = "trainer.optimizer.cpu_offload_fraction"
@@ -52,6 +54,8 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (FP8 | {"model.dtype": "float32"} | QUANTIZES, "BF16 or FP16"),
         (FP8, "give policy.refit.trainer_quantize_fp8=true"),
         ({"generation.backend": "sglang"} | FP8, "the sglang engine"),
+        ({"policy.refit.trainer_quantize_mxfp4": True}, "give generation.weight_dtype=mxfp4"),
+        (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
         ({"trainer.ranks": 2, TP: 2, "trainer.lora.rank": 3}, "over whose ranks Megatron cuts it"),
         (MEGATRON_LORA | {"trainer.lora.target_modules": ["q_proj", "v_proj"]}, "without k_proj"),
@@ -111,6 +115,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         {"generation.vllm.max_model_len": 19},  # the transformers engine does not read it
         QUANTIZES | FP8,
         VLLM | FP8,
+        MXFP4,
+        MXFP4 | {"policy.refit.delta": "always", "trainer.backend": "fsdp", "trainer.distributed_optimizer": False},
         {"trainer.optimizer.warmup_steps": TrainConfig().algorithm.steps},
         {"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": TrainConfig().trainer.optimizer.lr},
         {"reward.function": "my.rewards.score"},
@@ -154,6 +160,21 @@ def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(
 ) -> None:
     found = [v.keys for v in config_violations(config_of(base | values)) if v.keys[0] == "policy.qat"]
     assert {other for _, other in found} == values.keys()
+
+
+def test_all_that_keeps_experts_from_travelling_in_mxfp4_is_told_at_once(config_of) -> None:
+    values = {
+        "policy.refit.trainer_quantize_mxfp4": False,
+        "generation.backend": "transformers",
+        "model.dtype": "float32",
+    }
+    found = [v.keys for v in config_violations(config_of(MXFP4 | values))]
+    assert found == [("generation.weight_dtype", key) for key in values]
+    with pytest.raises(ValueError, match=r"policy\.refit\.trainer_quantize_mxfp4: "):
+        RefitConfig(trainer_quantize_fp8=True, trainer_quantize_mxfp4=True)
+    optimizer = {"policy.refit.delta": "always", "policy.refit.delta_base": "optimizer"}
+    (base,) = config_violations(config_of(MXFP4 | optimizer))
+    assert base.keys[0] == "policy.refit.delta_base"
 
 
 def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:
@@ -229,6 +250,7 @@ DENSE = {
     "max_position_embeddings": 64,
 }
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
+OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8}
 SEEING = {"model_type": "vlm", "text_config": DENSE}
 
 
@@ -254,6 +276,9 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         ({"generation.max_new_tokens": 60}, DENSE, "shorten either by 12"),
         (MEGATRON_LORA | ALONE, MOE, "transformers keeps experts in one tensor"),
         (MEGATRON_LORA | VLLM | ALONE, MOE, ""),
+        (MXFP4, MOE, "only GPT-OSS's experts"),
+        (MXFP4, OSS, ""),
+        (MXFP4, OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "a copy in BF16"),
     ],
 )
 def test_a_layout_that_the_model_cannot_take_names_its_key_and_size(

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels, reordering_kernels
-from rlrefit.integration.quantize import fp8_kernels, nvfp4_kernels
+from rlrefit.integration.quantize import fp8_kernels, mxfp4_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
@@ -85,7 +85,13 @@ def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("bits", "words", "mapped", "paired"),
-    [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)],
+    [
+        (4, 128, False, True),
+        (4, 128, False, False),
+        (8, 16, True, False),
+        (8, 16, False, False),
+        (8, 1, False, False),
+    ],
 )
 def test_matrices_are_put_in_order_without_spilling(
     bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path
@@ -106,6 +112,22 @@ def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp
     blocks = 2 * size
     assert made["ptx"].count("div.full") == blocks + 1
     assert made["ptx"].count("fma.rn") == 2 * (blocks + 1) + 4 * (blocks + 32)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
+    constants = {"WORD": source, "BLOCKS": 128, "ROUND": size == 4, "DOWN": False, "UNIT": 16}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
+    assert "div.full" not in made["ptx"]
+    assert "fma" not in made["ptx"]
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(tmp_path: Path) -> None:
+    constants = {"WORD": tl.bfloat16, "BLOCKS": 128, "ROUND": False, "DOWN": True, "UNIT": 1}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlrefit.integration.quantize import nvfp4
-from rlrefit.integration.quantize.nvfp4_table import DevicePacker, Nvfp4Job, make_packer
+from rlrefit.integration.quantize.four_bits import PackJob
+from rlrefit.integration.quantize.nvfp4_table import DevicePacker, make_packer
 from tests.triton_interpreter import run_interpreted
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def hard_weights() -> list[torch.Tensor]:
 def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) -> None:
     weights = [w.to(device) for w in hard_weights() if dtype in (torch.bfloat16, w.dtype)]
     jobs = [
-        Nvfp4Job(
+        PackJob(
             w,
             torch.full((w.shape[0], w.shape[1] // 2), 0xAA, dtype=torch.uint8, device=device),
             torch.full((w.shape[0], w.shape[1] // 16), 0x55, dtype=torch.uint8, device=device).view(

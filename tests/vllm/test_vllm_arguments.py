@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import vllm_arguments
@@ -43,6 +46,18 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
     # A checkpoint of FP8 blocks says all that by itself.
     ready = vllm_arguments(itself, {**experts, "quantization_config": {"quant_method": "fp8"}})
     assert ready.keys().isdisjoint({"quantization", "hf_overrides"})
+
+
+def test_an_engine_of_packed_experts_starts_from_a_checkpoint_without_them() -> None:
+    changes = ["generation.weight_dtype=mxfp4", "policy.refit.trainer_quantize_mxfp4=true"]
+    arguments = vllm_arguments(
+        load_config("grpo_qwen3_4b", changes), {"model_type": "gpt_oss", "num_local_experts": 8}
+    )
+    assert arguments["load_format"] == "dummy"
+    assert map_mxfp4_backend(arguments["moe_backend"]).name == "MARLIN"
+    quantization = arguments["hf_overrides"]["quantization_config"]
+    oss = SimpleNamespace(model_type="gpt_oss")
+    assert GptOssMxfp4Config.override_quantization_method(quantization, None, oss) == "gpt_oss_mxfp4"
 
 
 def test_an_engine_of_packed_weights_leaves_out_the_layers_that_training_leaves_out():

@@ -263,7 +263,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         """
         routes = self._agreed()
         for zeros in routes.zeros:
-            zeros.fill(self._parameters[zeros.parameter])
+            zeros.fill(self._target(zeros))
         self._post_load(routes)
         self.version = version
 
@@ -275,9 +275,9 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             )
         return self._routes
 
-    def _target(self, landing: Landing) -> torch.Tensor:
-        """The tensor that has the layout of the landing's parameter as it is loaded."""
-        return self._parameters[landing.parameter]
+    def _target(self, place: Landing | Zeros) -> torch.Tensor:
+        """The tensor that has the layout of the place's parameter as it is loaded."""
+        return self._parameters[place.parameter]
 
     def _follow_parameters(self) -> None:
         self._parameters = dict(self._model.named_parameters())
@@ -427,7 +427,7 @@ def _routed[Layout: ModuleLayout](
     }
     # Zeros are filled where they are as loaded.
     filled = (zeros.parameter for found in trace.zeros.values() for zeros in found)
-    failed |= {module for name in filled if _elsewhere(name, layouts) for module in owners[name]}
+    failed |= {module for name in filled if _rearranged(name, layouts) for module in owners[name]}
     if trace.unknown:
         # One of these may reach any module.
         failed |= layouts.keys()
@@ -460,11 +460,6 @@ def _moved(
     """A landing where the engine put its elements after loading; None if that is no box."""
     by = _rearranged(at.parameter, layouts)
     return at if by is None else at.rearranged(parameters[at.parameter], by)
-
-
-def _elsewhere(name: str, layouts: Mapping[str, ModuleLayout]) -> bool:
-    module, _, parameter = name.rpartition(".")
-    return module in layouts and layouts[module].lands_elsewhere(parameter)
 
 
 def _rearranged(name: str, layouts: Mapping[str, ModuleLayout]) -> Rearrangement | None:

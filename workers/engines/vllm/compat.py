@@ -60,6 +60,7 @@ WORKER = (
     Needed(f"{_LOADER}.reload", "finalize_layerwise_reload"),
     Needed(f"{_LOADER}.reload.layerwise", "get_layerwise_info", ("layer",)),
     Needed(f"{_LOADER}.reload.layerwise", "_get_original_loader", ("tensor",)),
+    Needed(f"{_LOADER}.reload.meta", "materialize_meta_tensor", ("meta_tensor",)),
     Needed(f"{_LOADER}.reload.utils", "get_layer_tensors", ("layer",)),
     Needed(
         f"{_LOADER}.reload.types",

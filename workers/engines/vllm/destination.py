@@ -8,7 +8,7 @@ rank's tensor, pipeline and expert parallel groups.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -24,20 +24,22 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.errors import RefitError
+from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
-from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, SPECULATIVE, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
-from .layouts import VllmLayout, module_layout
-from .nvfp4 import PackedLayers
-from .nvfp4_making import Making, PackedForm
+from .layouts import VllmLayout, has_padding, module_layout
+from .mxfp4 import check_experts
+from .packed_layers import PackedLayers
+from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
 
@@ -111,7 +113,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         if routes is not before or places != self._made_at:
             self._made_at = places
             modules = {module: (held[module], form) for module, form in routes.packed.items()}
-            self._making = Making(modules, self._device) if modules else None
+            padding = _padding(routes, self._model)
+            self._making = Making(modules, self._device, padding) if modules else None
         return routes
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -177,9 +180,9 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
                 found[name] = min(modules)
         return found
 
-    def _target(self, landing: Landing) -> torch.Tensor:
-        packed = None if self._making is None else self._making.landing(*_apart(landing.parameter))
-        return super()._target(landing) if packed is None else packed
+    def _target(self, place: Landing | Zeros) -> torch.Tensor:
+        packed = None if self._making is None else self._making.landing(*_apart(place.parameter))
+        return super()._target(place) if packed is None else packed
 
     def _check(self, traced: Traced[VllmLayout, BlockFp8]) -> None:
         check_follows(self._vllm_config, traced.trace)
@@ -236,6 +239,22 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
             reset()
 
 
+def _padding(routes: VllmRoutes, model: nn.Module) -> dict[tuple[str, str], list[Box]]:
+    """By module and parameter those boxes of padded packed layers in which nothing lands, as they are loaded."""
+    padded = {name: form for name, form in routes.packed.items() if has_padding(model.get_submodule(name))}
+    landings: dict[tuple[str, str], list[Landing]] = defaultdict(list)
+    for found in routes.landings.values():
+        for landing in found:
+            landings[_apart(landing.parameter)].append(landing)
+    rest: dict[tuple[str, str], list[Box]] = {}
+    for module, form in padded.items():
+        for name, (shape, dtype) in form.loaded.items():
+            as_loaded = torch.empty(shape, dtype=dtype, device="meta")
+            boxes = [landing.place(as_loaded) for landing in landings[module, name]]
+            rest[module, name] = subtract_all(box_of(shape), boxes)
+    return rest
+
+
 def _apart(name: str) -> tuple[str, str]:
     """A parameter's module, and its name there."""
     module, _, parameter = name.rpartition(".")
@@ -262,6 +281,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             stage="trace",
         )
     copied_sinks(model)
+    check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
     if vllm_config.speculative_config is not None:

@@ -82,6 +82,15 @@ class Landing:
             self, box=tuple(box), offset=offset, stride=tuple(stride), axes=None if axes.plain else axes
         )
 
+    def place(self, parameter: torch.Tensor) -> Box:
+        """The box of ``parameter``, as it is loaded, that holds these elements."""
+        extents, stride = _along(
+            *_joined(tuple(stop - start for start, stop in self.box), self.stride), parameter
+        )
+        found = view_box(parameter.shape, parameter.stride(), self.offset, extents, stride)
+        assert found is not None, "the trace lets no tensor be replayed whose place is no box"
+        return found.box
+
     def in_the_other_half(self, parameter: torch.Tensor) -> Landing:
         """The same place in the other half of the rows of ``parameter``, its last dimension but one.
 
@@ -270,12 +279,61 @@ def _landing(write: Write, full_shape: tuple[int, ...]) -> Landing | None:
     source, target = write.source, write.target
     assert source is not None
     assert write.tensor is not None
-    found = view_box(full_shape, _contiguous_stride(full_shape), source.offset, source.shape, source.stride)
+    # Dimensions that the loader has joined (blocks of a row, say) are the checkpoint tensor's own again.
+    cuts = _cuts(source.shape, source.stride, full_shape, _contiguous_stride(full_shape))
+    shape, steps = _cut(source.shape, source.stride, cuts)
+    found = view_box(full_shape, _contiguous_stride(full_shape), source.offset, shape, steps)
     if found is None:
         return None
+    _, places = _cut(target.shape, target.stride, cuts)
     # A dimension of extent 1 is never stepped over, so any stride describes it.
-    stride = tuple(1 if axis is None else target.stride[axis] for axis in found.axes)
+    stride = tuple(1 if axis is None else places[axis] for axis in found.axes)
     return Landing(write.tensor, full_shape, found.box, write.parameter, target.offset, stride)
+
+
+_Cuts = list[tuple[int, ...]]
+
+
+def _cuts(shape: Sequence[int], stride: Sequence[int], base: Sequence[int], steps: Sequence[int]) -> _Cuts:
+    """For each dimension of a view the extents of those of its base, ``base`` with strides ``steps``, that it joins."""
+    inner = {step: n for n, step in zip(base, steps, strict=True) if n > 1}
+    found: _Cuts = []
+    for n, step in zip(shape, stride, strict=True):
+        extents: list[int] = []
+        while (size := inner.get(step, n)) < n and n % size == 0:
+            extents.insert(0, size)
+            n, step = n // size, step * size
+        found.append((n, *extents))
+    return found
+
+
+def _cut(shape: Sequence[int], stride: Sequence[int], cuts: _Cuts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with its dimensions cut."""
+    assert all(n == prod(extents) for n, extents in zip(shape, cuts, strict=True))
+    steps = [
+        step * prod(extents[i + 1 :])
+        for step, extents in zip(stride, cuts, strict=True)
+        for i in range(len(extents))
+    ]
+    return tuple(n for extents in cuts for n in extents), tuple(steps)
+
+
+def _along(
+    shape: tuple[int, ...], stride: tuple[int, ...], base: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with what joins dimensions of ``base`` cut."""
+    return _cut(shape, stride, _cuts(shape, stride, base.shape, base.stride()))
+
+
+def _joined(shape: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with dimensions joined that lie one behind the other, whatever their order."""
+    found: list[tuple[int, int]] = []
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n > 1):
+        if found and found[-1][0] * found[-1][1] == step:
+            found[-1] = found[-1][0], found[-1][1] * n
+        else:
+            found.append((step, n))
+    return tuple(n for _, n in found), tuple(step for step, _ in found)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

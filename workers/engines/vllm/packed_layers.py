@@ -1,0 +1,204 @@
+"""Layers that vLLM holds packed in four bits: what it makes of them after loading, and made anew by refits where it is.
+
+Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`) which layers are known and what becomes of their tensors. What
+is common to them:
+
+- codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Once all have landed,
+  all layers are put in their kernel's order together, in the live memory: CUDA graphs stay valid, and no Python runs for each
+  tensor. Padding, which no checkpoint has, is zeros before that, as vLLM has it;
+- a kernel's order is found out by vLLM's own step on numbers of elements. For each kind of layer what is made here is compared with
+  what that step makes of random tensors, bit for bit; a layer of which that is not true takes vLLM's reload, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from ....integration.layout.codes import Codes, find_codes, tiled
+from ....integration.layout.rearrangement import NotRearranged
+from .compat import kind_of
+from .kernel_layouts import apart, held, processed
+from .mxfp4 import Mxfp4
+from .nvfp4 import Nvfp4
+from .packed_making import Making, Order, PackedForm, Shapes, Tensors
+
+# Marlin's, which holds nothing of weights.
+_WORKSPACE = "workspace"
+# NaN in every float of one byte.
+_POISON = 0x7F
+
+
+class PackedFormat(Protocol):
+    """What is known of one format's layers."""
+
+    methods: frozenset[str]
+
+    def kernel(self, live: Any) -> str:
+        """Which known kernel computes with a layer.
+
+        Raises:
+            NotRearranged: another one does.
+        """
+
+    def asked(
+        self, live: Any, loaded: Shapes, kernel: str, device: torch.device
+    ) -> tuple[Mapping[str, Codes], frozenset[str]]:
+        """The parameters that a kernel has in an order of its own, and those of them whose bytes it also changes by their layer's
+        largest one."""
+
+    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
+        """How a layer is made of what is loaded, but for what is held then."""
+
+    def given(self, loaded: Shapes, device: torch.device) -> Iterable[dict[str, torch.Tensor]]:
+        """Tensors, one set after the other, on which what is made here is compared with what vLLM makes."""
+
+    def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
+        """By parameter the tensors that the layer's kernel holds."""
+
+
+_FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4())
+
+
+class PackedLayers:
+    """The packed layers of one model. Those of the same shapes and kernel are asked about once.
+
+    Args:
+        vllm_config: of the worker.
+        device: of the live parameters.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self._vllm_config = vllm_config
+        self._device = device
+        self._known: dict[tuple[Any, ...], PackedForm | NotRearranged] = {}
+
+    def of(self, live: nn.Module, twin: nn.Module) -> PackedForm | None:
+        """How a module is made of what is loaded.
+
+        Args:
+            live: the module, after vLLM has processed it.
+            twin: its untouched twin, whose parameters need no storage.
+
+        Returns:
+            None of a module that no known method holds packed.
+
+        Raises:
+            NotRearranged: vLLM does something else with it; says what.
+        """
+        kind = kind_of(getattr(live, "quant_method", None))
+        for known in _FORMATS:
+            if kind in known.methods:
+                try:
+                    return self._of(live, twin, kind, known)
+                except AttributeError as error:
+                    raise NotRearranged(
+                        f"this vLLM has other layers than those that were read: {error}"
+                    ) from error
+        return None
+
+    def _of(self, live: Any, twin: nn.Module, kind: str, format: PackedFormat) -> PackedForm:
+        kernel = format.kernel(live)
+        loaded = {name: (tuple(p.shape), p.dtype) for name, p in twin.named_parameters(recurse=False)}
+        key = kind, kernel, live.params_dtype, *loaded.items()
+        if key not in self._known:
+            try:
+                self._known[key] = self._found_out(live, loaded, kernel, format)
+            except NotRearranged as reason:
+                self._known[key] = reason
+        known = self._known[key]
+        if isinstance(known, NotRearranged):
+            raise NotRearranged(str(known))
+        if known.held != _strided(held(live)):
+            raise NotRearranged("other weights of these shapes do not become what the live ones are")
+        for name, tensor in format.computed_with(live).items():
+            parameter = live._parameters.get(name)
+            # After a reload of vLLM's a kernel holds other tensors than the layer's parameters.
+            if tensor is None or parameter is None or tensor.data_ptr() != parameter.data_ptr():
+                raise NotRearranged(f"its kernel computes with a copy of {name}")
+        return known
+
+    def _found_out(self, live: Any, loaded: Shapes, kernel: str, format: PackedFormat) -> PackedForm:
+        def step(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return self._processed(live, given)
+
+        orders = self._orders(step, loaded, *format.asked(live, loaded, kernel, self._device))
+        form = format.form(live, loaded, kernel, orders)
+        for given in format.given(loaded, self._device):
+            theirs = step({name: tensor.clone() for name, tensor in given.items()})
+            form = form.holding(_strided(theirs))
+            self._prove(form, given, theirs)
+        return form
+
+    def _orders(
+        self,
+        step: Callable[[dict[str, torch.Tensor]], Tensors],
+        loaded: Shapes,
+        asked: Mapping[str, Codes],
+        changed: frozenset[str],
+    ) -> dict[str, Order]:
+        """Where a kernel's step puts packed tensors."""
+        if not asked:
+            return {}
+
+        def beside() -> dict[str, torch.Tensor]:
+            return {
+                name: torch.ones(shape, dtype=kind, device=self._device)
+                for name, (shape, kind) in loaded.items()
+                if name not in asked
+            }
+
+        found = {}
+        for name, by in find_codes(step, asked, beside, self._device).items():
+            firsts, tiling = tiled(by, asked[name].bits)
+            if firsts != tuple(range(0, prod(by.shape), prod(by.shape[-2:]))):
+                raise NotRearranged(f"the matrices of {name} change places")
+            found[name] = Order(asked[name].bits, tiling, name in changed)
+        return found
+
+    def _prove(self, form: PackedForm, given: Tensors, theirs: Tensors) -> None:
+        """What is made by ``form`` is what vLLM has made."""
+        made = {name: torch.empty_like(tensor) for name, tensor in theirs.items()}
+        for tensor in made.values():
+            tensor.view(-1).view(torch.uint8).fill_(_POISON)
+        try:
+            making = Making({"": (made, form)}, self._device)
+            for name, tensor in given.items():
+                target = making.landing("", name)
+                (made[name] if target is None else target).copy_(tensor)
+            making.make()
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise NotRearranged(f"what it becomes can't be made: {type(error).__name__}: {error}") from error
+        wrong = [
+            name for name, tensor in theirs.items() if not torch.equal(_bytes(tensor), _bytes(made[name]))
+        ]
+        if wrong:
+            raise NotRearranged(f"vLLM makes another {wrong[0]} of what is loaded than was read in its code")
+
+    def _processed(self, live: nn.Module, given: Tensors) -> dict[str, torch.Tensor]:
+        """What vLLM makes of ``given`` in the place of the live parameters."""
+        method = live.quant_method
+        method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
+        module = processed(live, method, given, self._vllm_config, self._device)
+        beside = [
+            name
+            for name, value in (*vars(module).items(), *module._buffers.items())
+            if isinstance(value, torch.Tensor) and value is not vars(live).get(name, live._buffers.get(name))
+        ]
+        if unknown := set(beside) - {_WORKSPACE}:
+            raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
+        return held(module)
+
+
+def _strided(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(t.shape), t.stride(), t.dtype) for name, t in tensors.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
