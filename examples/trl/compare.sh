@@ -14,13 +14,14 @@ train=${TRAIN:-0} serve=${SERVE:-1} port=${PORT:-8000}
 ranks=$(awk -F, '{print NF}' <<<"$train")
 launch=(python)
 if ((ranks > 1)); then
-  launch=(accelerate launch --config_file "$here/fsdp2.yaml" --num_processes "$ranks")
+  launch=(python -m accelerate.commands.launch --config_file "$here/fsdp2.yaml" --num_processes "$ranks")
 fi
 mkdir -p runs/trl
 for way in ${WAYS:-rlrefit own}; do
   backend=rlrefit own=()
   if [[ $way == own ]]; then backend=nccl own=(--own); fi
-  VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 CUDA_VISIBLE_DEVICES=$serve vllm serve "$model" --port "$port" --dtype bfloat16 \
+  VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 CUDA_VISIBLE_DEVICES=$serve \
+    python -m vllm.entrypoints.cli.main serve "$model" --port "$port" --dtype bfloat16 \
     --max-model-len 512 --logprobs-mode processed_logprobs --tensor-parallel-size "$(awk -F, '{print NF}' <<<"$serve")" \
     --gpu-memory-utilization "${MEMORY:-0.8}" --weight-transfer-config "{\"backend\": \"$backend\"}" >"runs/trl/$way.server.log" 2>&1 &
   server=$!
