@@ -44,19 +44,18 @@ WAYS = {
     "nccl": [f"{_BACKEND}=nccl", _NO_EXTENSION, _NO_MODULE],
     "sync": [*_SHARED, "trainer.v1.trainer_mode=sync", f"{_BACKEND}=naive", _NO_EXTENSION, _NO_MODULE],
     "rlrefit_sync": [*_SHARED, "trainer.v1.trainer_mode=rlrefit_sync"],
-    "rlrefit_separate_async": ["trainer.v1.trainer_mode=rlrefit_separate_async"],
-}
-# Not among those that are run without a name: the tiny model's sizes are not of whole blocks.
-WAYS_BY_NAME = {
     "rlrefit_sync_fp8": [
-        *WAYS["rlrefit_sync"],
+        *_SHARED,
+        "trainer.v1.trainer_mode=rlrefit_sync",
         f"{_ROLLOUT}.quantization=fp8",
         f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer_shards.trainer_quantize_fp8=true",
         # DeepGEMM would want powers of two as scales, or other ones on other GPUs.
         "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM='0'",
     ],
+    "rlrefit_separate_async": ["trainer.v1.trainer_mode=rlrefit_separate_async"],
 }
-_ALL = WAYS | WAYS_BY_NAME
+# Ways that need --model, since the tiny model's sizes are not of whole blocks.
+_OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
 # vLLM has its sleep mode on GPUs alone.
 _ON_CPUS = [
     "+ray_kwargs.ray_init.num_gpus=2",
@@ -86,7 +85,7 @@ def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, An
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
-    command += ["--config-name", "grpo_arithmetic", *_ALL[way], *(_ON_CPUS if cpu else [])]
+    command += ["--config-name", "grpo_arithmetic", *WAYS[way], *(_ON_CPUS if cpu else [])]
     modules = [*([PLATFORM] if cpu else []), *([_OURS] if way.startswith("rlrefit_") else [])]
     command += [*([f"+{_MODULES}='{','.join(modules)}'"] if modules else []), *overrides]
     variables = {**os.environ, **(environment(folder) if cpu else {}), **own}
@@ -182,16 +181,18 @@ def main(given: list[str]) -> int:
     parser.add_argument(
         "--model", help="of `rlrefit plan --model`: its true shapes with random weights, to time updates"
     )
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(_ALL))
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
     ways = asked.ways or (
-        ["nccl_xfer_shards", "rlrefit_separate_async", "rlrefit_sync"] if asked.cpu else [*WAYS]
+        ["nccl_xfer_shards", "rlrefit_separate_async", "rlrefit_sync"]
+        if asked.cpu
+        else [way for way in WAYS if way not in _OF_TRUE_SHAPES]
     )
-    wrong = [f"no way is named {way}; choose from {', '.join(_ALL)}" for way in ways if way not in _ALL]
+    wrong = [f"no way is named {way}; choose from {', '.join(WAYS)}" for way in ways if way not in WAYS]
     if not asked.model:
-        wrong += [f"{way} needs --model" for way in ways if way in WAYS_BY_NAME]
+        wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
-        gpus = 1 if all(set(_SHARED) <= set(_ALL[way]) for way in ways) else 2
+        gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
         wrong = missing(0 if asked.cpu else gpus)
     if wrong:
         print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)
