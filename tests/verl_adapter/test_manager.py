@@ -35,10 +35,11 @@ class Workers:
     def __init__(self) -> None:
         self.asked: list[str] = []
         # By what is asked: an answer of each worker, an exception to raise, or NEVER.
-        report = {"protocol": ShardCheckpointEngine.protocol, "held": None}
+        report = {"protocol": ShardCheckpointEngine.protocol, "held": None, "ready": False}
         self.answers: dict[str, list[Any]] = {
             "begin": [report | {"address": ("h", 1, 1)}, report | {"address": None}],
             "update_weights": [{"checkpoint_engine/epoch": 1.0}, {}],
+            "refit": [{"checkpoint_engine/epoch": 1.0}, {}],
         }
         asked = ("wake_up", "clear_kv_cache", "set_global_steps", "collective_rpc", "abort_all_requests")
         asked += ("resume_generation",)
@@ -153,6 +154,12 @@ def test_workers_that_still_hold_the_last_epoch_do_not_meet_again(
     workers.asked.clear()
     manager.update_weights(7)
     assert workers.asked == WARM + ENDED
+    # Nor does verl's update prepare an export, where it has nothing else to do either.
+    for report in workers.answers["begin"]:
+        report["ready"] = True
+    workers.asked.clear()
+    assert manager.update_weights(7)["checkpoint_engine/epoch"] == 1.0
+    assert workers.asked == [WARM[0], WARM[1], "refit", WARM[3], *ENDED]
     # One of them has been restarted.
     workers.answers["begin"][1]["held"] = None
     workers.asked.clear()

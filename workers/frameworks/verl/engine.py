@@ -95,12 +95,24 @@ class ShardCheckpointEngine(EpochEngine):
 
         Args:
             shares_gpu: whether an engine that sleeps on this worker's GPU takes its memory next.
+
+        Returns:
+            As :meth:`prepare`, and ``ready``: whether :meth:`refit` may be called if the epoch goes on.
         """
         if shares_gpu:
             _empty_cache()
         report = self.prepare()
         self._ends_updates, self._shares_gpu = True, shares_gpu
-        return report
+        ready = self._source is not None and not self._training.is_param_offload_enabled
+        return report | {"ready": ready}
+
+    def refit(self, version: int) -> dict[str, float]:
+        """As :meth:`send_weights` in an epoch that goes on, without verl's update around it.
+
+        That prepares an export, from which nothing is drawn here, and brings offloaded parameters back.
+        """
+        self._close_listener()
+        return self._arrive(self._own_thread().submit(self._refit, version).result())
 
     def _holds(self) -> bool:
         self._arrived = self._ordered = None
@@ -136,7 +148,9 @@ class ShardCheckpointEngine(EpochEngine):
         await _discard(weights)
         if self._source is None:
             await self._meet_own_source()
-        found = await self._in_thread(self._refit, 0 if global_steps is None else global_steps)
+        return self._arrive(await self._in_thread(self._refit, 0 if global_steps is None else global_steps))
+
+    def _arrive(self, found: dict[str, Any]) -> dict[str, float]:
         record = self._arrived = RefitRecord(**found)
         metrics = metrics_of(record)
         if self._ends_updates:
@@ -236,7 +250,11 @@ class ShardCheckpointEngine(EpochEngine):
         return source.refit(version)
 
     async def _in_thread[T](self, call: Callable[..., T], *args: Any) -> T:
-        """Run what waits for other ranks beside the event loop, in one thread that has this one's device."""
+        """Run what waits for other ranks beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._own_thread(), call, *args)
+
+    def _own_thread(self) -> ThreadPoolExecutor:
+        """One thread, which has this one's device."""
         if self._thread is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._thread = ThreadPoolExecutor(
@@ -244,7 +262,7 @@ class ShardCheckpointEngine(EpochEngine):
                 thread_name_prefix="rlrefit",
                 initializer=lambda: None if device is None else torch.cuda.set_device(device),
             )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        return self._thread
 
 
 def _empty_cache() -> None:

@@ -153,8 +153,11 @@ class RefitCheckpointManager(CheckpointEngineManager):
                 *([] if meeting is None else self._to_actors("meet", "init_process_group", **ours)),
             ]
         )
-        sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        calls = [_Call("refit", who, _future(ref)) for who, ref in zip(self._actors(), sent, strict=True)]
+        if meeting is None and all(report["ready"] for report in reports[:actors]):
+            calls = self._to_actors("refit", "refit", version=[version] * actors)
+        else:
+            sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+            calls = [_Call("refit", who, _future(ref)) for who, ref in zip(self._actors(), sent, strict=True)]
         for replica, first in zip(self.replicas, firsts, strict=True):
             order = Order(
                 meeting, first, actors, version, asdict(self._options.refit), self._options.records_dir
