@@ -43,15 +43,18 @@ class DrafterDestination(VllmDestination):
         self._served = served
         super().__init__(drafter, _drafting(vllm_config), device)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As :meth:`VllmDestination.load_weights`; leaves aside what is not the drafter's own.
+    def wants(self, name: str) -> bool:
+        """Whether a weight goes into the drafter's own parameters.
 
-        Its loader must not see those: it would write what is shared, or does not find it under the name that it had.
+        Its loader must not see others: it would write what is shared, or does not find it under the name that it had.
         """
         routes = self._agreed()
-        own = ((n, tensor) for n, tensor in weights if n in routes.landings or n in routes.reasons)
+        return name in routes.landings or name in routes.reasons
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As :meth:`VllmDestination.load_weights`, of weights that it :meth:`wants`."""
         with taken_in_parts(self._model):
-            super().load_weights(own)
+            super().load_weights(weights)
 
     @contextmanager
     def _twin(self) -> Iterator[nn.Module]:
@@ -89,9 +92,6 @@ class DraftedDestination:
         served: of the model that verifies drafts.
         drafter: of its MTP layers.
         vllm_config: the worker's configuration.
-
-    Attributes:
-        version: as of the served model.
     """
 
     def __init__(self, served: VllmDestination, drafter: DrafterDestination, vllm_config: VllmConfig) -> None:
@@ -105,6 +105,7 @@ class DraftedDestination:
 
     @property
     def version(self) -> int:
+        """As :attr:`VllmDestination.version`."""
         return self._served.version
 
     @property
@@ -204,7 +205,8 @@ class DraftedDestination:
     def _for_both(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         # One at a time: memory that is reused for the next one may hold it.
         for name, tensor in weights:
-            self._drafter.load_weights([(name, tensor)])
+            if self._drafter.wants(name):
+                self._drafter.load_weights([(name, tensor)])
             yield name, tensor
 
     def finish(self, version: int) -> None:
