@@ -7,14 +7,17 @@ import hashlib
 import torch
 
 from rlrefit.integration.quantize.fp8_blockwise import dequantize
+from rlrefit.workers.engines.vllm.drafters import live_drafter
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
 class PoisonExtension(VllmRefitExtension):
     def poison(self) -> None:
-        """Fill every parameter with its dtype's NaN, or with bytes of 0xFF if it has none."""
+        """Fill every parameter, a drafter's too, with its dtype's NaN, or with bytes of 0xFF if it has none."""
+        drafter = live_drafter(self.model_runner)
+        models = [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
         with torch.no_grad():
-            for parameter in self.model_runner.get_model().parameters():
+            for parameter in (p for model in models for p in model.parameters()):
                 if parameter.dtype.is_floating_point:
                     parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
                 else:

@@ -196,7 +196,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         asked = _plain(specs), blocks
         if self._asked != asked:
             with self._twin() as twin:
-                trace = _trace(twin, asked[0])
+                trace = self._trace(twin, asked[0])
             self._promised = formats_of(specs, trace, blocks)
             self.agree(on_the_wire(specs, self._promised))
             self._asked, self._answer = asked, dict(self._promised)
@@ -280,24 +280,29 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         return self._parameters[place.parameter]
 
     def _follow_parameters(self) -> None:
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = {name: p for name, p in self._model.named_parameters() if self._is_own(p)}
         self._places = [
             (module._parameters, name)
             for module in self._model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter is not None and self._is_own(parameter)
         ]
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether the live model shares a tensor with no other one that is given its weights."""
+        return True
 
     def _traced(self, manifest: Manifest) -> Found:
         blocks = self._blocks()
         with self._twin() as twin:
             before = dict(twin.named_parameters())
-            trace = _trace(twin, manifest)
+            trace = self._trace(twin, manifest)
             require_codes(trace, manifest, before, self._quantize_setting)
-            owners = owners_of(twin)
+            others = self._held_by_others(twin)
+            owners = {name: found for name, found in owners_of(twin).items() if name not in others}
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
-            after = frozenset(name for name, _ in twin.named_parameters())
+            after = frozenset(name for name, _ in twin.named_parameters()) - others
         trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
@@ -312,6 +317,14 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
+
+    def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+        return trace_loader(twin.load_weights, loadable, manifest).without(self._held_by_others(twin))
+
+    def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
+        """Names of parameters and buffers that the live model shares with another one, which is given their weights."""
+        return frozenset()
 
     def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, Layout]) -> dict[str, str]:
         """Tensors that no module needs while it takes new weights by ``layouts``, each with the module that it is loaded into."""
@@ -388,11 +401,6 @@ def warn_of_misc(manifest: Manifest, reasons: Mapping[str, str]) -> None:
 
 def _plain(specs: Manifest) -> Manifest:
     return tuple((name, tuple(shape), dtype) for name, shape, dtype in specs)
-
-
-def _trace(twin: nn.Module, manifest: Manifest) -> LoaderTrace:
-    loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
-    return trace_loader(twin.load_weights, loadable, manifest)
 
 
 def _strided(parameters: Mapping[str, torch.Tensor]) -> _Strided:

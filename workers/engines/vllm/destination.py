@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, ModelConfig, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
@@ -31,9 +31,9 @@ from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
-from .compat import FP8, SPECULATIVE, require_supported_vllm
+from .compat import FP8, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
-from .drafters import check_drafter, check_follows
+from .drafters import check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
@@ -284,18 +284,26 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
-    if vllm_config.speculative_config is not None:
-        require_supported_vllm(SPECULATIVE)
-    check_drafter(vllm_config)
 
 
 @contextmanager
-def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
+def meta_twin(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    is_own: Callable[[torch.Tensor], bool] = lambda tensor: True,
+) -> Iterator[nn.Module]:
     """A second ``model`` for this rank with all weights on the meta device, before any post-load step.
 
     ``model`` and ``vllm_config`` are left as they are: the twin registers its layers in a copy of the
     compilation configuration, and what modules it shares with the live model (vLLM caches rotary
     embeddings for the process) keep their reload metadata. The twin must not be used after the context.
+
+    Args:
+        model: the live one.
+        vllm_config: of the worker.
+        model_config: of a model beside the one that is served; None for that one.
+        is_own: whether a tensor of ``model`` is its own, and not one that vLLM put in the place of its own after loading.
     """
     with (
         _shared_state_kept(model),
@@ -303,8 +311,8 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         torch.device("meta"),
         IntegerTablesStayReal(),
     ):
-        twin = initialize_model(vllm_config=_twin_config(vllm_config)).eval()
-        _tie_as(model, twin)
+        twin = initialize_model(vllm_config=_twin_config(vllm_config), model_config=model_config).eval()
+        _tie_as(model, twin, is_own)
     # vLLM keeps which pipeline layers a model misses by id(model), for ever. A twin may get the id of a model that
     # is gone, and a later model the twin's.
     _forget_missing_layers(twin)
@@ -315,13 +323,15 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         _forget_missing_layers(twin)
 
 
-def _tie_as(model: nn.Module, twin: nn.Module) -> None:
-    """Let those modules of ``twin`` share a parameter that share one in ``model``.
+def _tie_as(model: nn.Module, twin: nn.Module, is_own: Callable[[torch.Tensor], bool]) -> None:
+    """Let those modules of ``twin`` share a parameter that share one of its own in ``model``.
 
     vLLM builds a model untied whose checkpoint has a head beside tied embeddings, and ties it after loading if both are equal.
     """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_own(parameter):
+            continue
         shared = first.setdefault(id(parameter), name)
         if shared != name:
             path, _, attribute = name.rpartition(".")

@@ -168,6 +168,26 @@ class LoaderTrace:
     joined: frozenset[str] = frozenset()
     zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
 
+    def without(self, parameters: Collection[str]) -> LoaderTrace:
+        """The same, as if the loader had left some parameters alone: what goes nowhere else is not loaded."""
+        touched = {name: found.difference(parameters) for name, found in self.touched.items()}
+        left = {name for name, found in self.touched.items() if found and not touched[name]} - self.unknown
+        return replace(
+            self,
+            landings={
+                name: tuple(at for at in found if at.parameter not in parameters)
+                for name, found in self.landings.items()
+            },
+            misc_reasons={name: reason for name, reason in self.misc_reasons.items() if name not in left},
+            touched=touched,
+            unwritten={name: count for name, count in self.unwritten.items() if name not in parameters},
+            joined=self.joined - left,
+            zeros={
+                name: tuple(at for at in found if at.parameter not in parameters)
+                for name, found in self.zeros.items()
+            },
+        )
+
 
 def trace_loader(
     load_weights: LoadWeights, params: Mapping[str, torch.Tensor], hf_manifest: Manifest
