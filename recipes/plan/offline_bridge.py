@@ -29,7 +29,7 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from transformers import AutoConfig, GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     # transformers would take any other text for a hub name, and wait for the network.
     if not config_file(path).is_file():
@@ -37,7 +37,12 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not config.architectures:
         # Bridge goes by the name of the class that was saved; the configuration's own one is the default.
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        classes = (
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            if hasattr(config, "vision_config")
+            else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )
+        config.architectures = [classes[config.model_type]]
 
     class WithoutWeights(PreTrainedCausalLM):  # type: ignore[misc]
         state = _State(_names(Path(path), config))
@@ -117,6 +122,14 @@ def accept_any_attention() -> None:
         real(self, config, *args, **kwargs)
 
     DotProductAttention.__init__ = init
+
+
+def accept_delta_nets() -> None:
+    """Build gated delta nets without their kernels: parameters only."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    common.HAVE_FLA = True
+    gdn.chunk_gated_delta_rule = gdn.torch_chunk_gated_delta_rule
 
 
 def accept_mamba() -> None:
