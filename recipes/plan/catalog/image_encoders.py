@@ -18,8 +18,7 @@ from .units import ALONE, Division, Matrix, Mesh, Place, Shard, Stacked, Uncut, 
 def qwen3_encoder(vision: Config) -> list[Section]:
     """Of Qwen3-VL and Qwen3.5: blocks, and mergers behind the last one and behind those of ``deepstack_visual_indexes``."""
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    patch = vision["patch_size"]
+    merged = _merged(vision)
     block = (
         *_layer_norm("norm1", "self_attention.linear_qkv.layer_norm_", hidden),
         *_attention(vision, "attn.", "qkv", "self_attention.linear_qkv."),
@@ -29,7 +28,7 @@ def qwen3_encoder(vision: Config) -> list[Section]:
         *_linear("mlp.linear_fc2", "mlp.linear_fc2", (hidden, inner), 1),
     )
     positions = (vision["num_position_embeddings"], hidden)
-    pixels = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
+    pixels = _pixels(vision)
     around = (
         Matrix("patch_embed.proj.weight", "patch_embed.proj.weight", "patch_embed.proj.weight", pixels),
         Matrix("patch_embed.proj.bias", "patch_embed.proj.bias", "patch_embed.proj.bias", (hidden,)),
@@ -69,9 +68,7 @@ def qwen3_encoder(vision: Config) -> list[Section]:
 def qwen2_5_encoder(vision: Config) -> list[Section]:
     """Of Qwen2.5-VL: blocks with gated MLPs and without biases of norms."""
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
-    # Neither is told by each published configuration: transformers' own.
-    merged = hidden * vision.get("spatial_merge_size", 2) ** 2
-    patch, frames = vision["patch_size"], vision.get("temporal_patch_size", 2)
+    merged = _merged(vision)
     block = (
         norm("norm1", "", hidden),
         *_attention(vision, "attn.", "qkv", ""),
@@ -89,7 +86,6 @@ def qwen2_5_encoder(vision: Config) -> list[Section]:
         ),
         *_linear("mlp.down_proj", "", (hidden, inner), 1),
     )
-    pixels = (hidden, vision.get("in_channels", 3), frames, patch, patch)
     proj = "patch_embed.proj.weight"
     merger = (
         norm("ln_q", "", hidden),
@@ -97,7 +93,7 @@ def qwen2_5_encoder(vision: Config) -> list[Section]:
         *_linear("mlp.2", "", (vision["out_hidden_size"], merged), 1),
     )
     return [
-        _section("visual.", "visual.", "visual.", _uncut([Matrix(proj, "", proj, pixels)])),
+        _section("visual.", "visual.", "visual.", _uncut([Matrix(proj, "", proj, _pixels(vision))])),
         *_alike("visual.blocks.", vision["depth"], _uncut(block)),
         _section("visual.merger.", "visual.merger.", "visual.merger.", _uncut(merger)),
     ]
@@ -177,6 +173,18 @@ class _Turned:
         return Param(
             name, shape, place.dtype, (Part(self.hf, self.shape, box, everything(shape), turned=turned),)
         )
+
+
+def _merged(vision: Config) -> int:
+    """Numbers of all patches that Qwen's encoders make one of. Where a configuration lacks a key, transformers' own counts."""
+    return int(vision["hidden_size"] * vision.get("spatial_merge_size", 2) ** 2)
+
+
+def _pixels(vision: Config) -> tuple[int, ...]:
+    """Shape of the convolution that makes patches of frames."""
+    patch = vision["patch_size"]
+    frames = vision.get("temporal_patch_size", 2)
+    return vision["hidden_size"], vision.get("in_channels", 3), frames, patch, patch
 
 
 def _section(hf: str, megatron: str, vllm: str, units: tuple[Unit, ...]) -> Section:
