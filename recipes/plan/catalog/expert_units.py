@@ -178,6 +178,10 @@ class StackedExperts:
         return Axes(((self.count,), (self.inner,), (self.outer,)), (0, 2, 1))
 
 
+# A weight, and a box of it as it is seen.
+_Matrix = tuple[Weight, Box]
+
+
 @dataclass(frozen=True)
 class JoinedExperts:
     """All experts in one checkpoint tensor, gates before ups: ``[count, 2 * inner, outer]`` and ``[count, outer, inner]``.
@@ -261,10 +265,6 @@ class JoinedExperts:
         weight, box = matrix
         axes = Axes(tuple((n,) for n in weight.shape), (0, 2, 1)) if self.turned else None
         return Part(weight.name, weight.shape, box, index, axes)
-
-
-# A weight, and a box of it as it is seen.
-_Matrix = tuple[Weight, Box]
 
 
 def _experts_of(ep: Shard, count: int) -> tuple[int, int]:
