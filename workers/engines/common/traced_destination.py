@@ -298,6 +298,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
             after = frozenset(name for name, _ in twin.named_parameters())
+        trace = self._placing(trace.leaving_buffers(before))
         trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
@@ -312,6 +313,10 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
+
+    def _placing(self, trace: LoaderTrace) -> LoaderTrace:
+        """The trace where those of its ``wider`` and ``again`` are written in place to which this engine sees itself."""
+        return trace
 
     def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, Layout]) -> dict[str, str]:
         """Tensors that no module needs while it takes new weights by ``layouts``, each with the module that it is loaded into."""
