@@ -303,6 +303,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
             after = frozenset(name for name, _ in twin.named_parameters()) - others
+        trace = self._placing(trace.leaving_buffers(before))
         trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
@@ -325,6 +326,10 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
         """Names of parameters and buffers that the live model shares with another one, which is given their weights."""
         return frozenset()
+
+    def _placing(self, trace: LoaderTrace) -> LoaderTrace:
+        """The trace where those of its ``wider`` and ``again`` are written in place to which this engine sees itself."""
+        return trace
 
     def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, Layout]) -> dict[str, str]:
         """Tensors that no module needs while it takes new weights by ``layouts``, each with the module that it is loaded into."""

@@ -250,7 +250,7 @@ def _padding(routes: VllmRoutes, model: nn.Module) -> dict[tuple[str, str], list
     for module, form in padded.items():
         for name, (shape, dtype) in form.loaded.items():
             as_loaded = torch.empty(shape, dtype=dtype, device="meta")
-            boxes = [landing.place(as_loaded) for landing in landings[module, name]]
+            boxes = [landing.box_in(as_loaded) for landing in landings[module, name]]
             rest[module, name] = subtract_all(box_of(shape), boxes)
     return rest
 

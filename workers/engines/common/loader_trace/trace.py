@@ -37,6 +37,7 @@ class Landing:
         offset: first element of the place, counted in elements from the parameter's first element.
         stride: strides of the place, in elements, one for each dimension of the box.
         axes: by which the box sees the checkpoint tensor, if not as it is.
+        dtype: of the checkpoint tensor, where the parameter has a wider one; None if both have the same.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Landing:
     offset: int
     stride: tuple[int, ...]
     axes: Axes | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def bounds(self) -> Box:
@@ -82,7 +84,7 @@ class Landing:
             self, box=tuple(box), offset=offset, stride=tuple(stride), axes=None if axes.plain else axes
         )
 
-    def place(self, parameter: torch.Tensor) -> Box:
+    def box_in(self, parameter: torch.Tensor) -> Box:
         """The box of ``parameter``, as it is loaded, that holds these elements."""
         extents, stride = _along(
             *_joined(tuple(stop - start for start, stop in self.box), self.stride), parameter
@@ -114,9 +116,12 @@ class Landing:
 
     def fragment(self, parameter: torch.Tensor) -> Fragment:
         """The landing as a fragment of ``parameter``, which must have the traced one's shape and strides."""
+        return Fragment(self.name, self.full_shape, self.box, self.place(parameter), axes=self.axes)
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The elements of ``parameter``, which must have the traced one's shape and strides, that hold the landing."""
         shape = tuple(stop - start for start, stop in self.box)
-        view = parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
-        return Fragment(self.name, self.full_shape, self.box, view, axes=self.axes)
+        return parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
 
     def write(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         """Copy this landing's part of the whole checkpoint ``tensor`` into its place in ``parameter``."""
@@ -157,6 +162,9 @@ class LoaderTrace:
             be replayed or not.
         zeros: for checkpoint tensors of which the loader makes zeros on this rank, where those go.
         joined: tensors that the loader joins with others before it copies them, so that it needs all of these in one call.
+        wider: of tensors in ``misc_reasons`` because their parameters have a wider dtype, and for nothing else, where they land.
+        again: the same of tensors of whose parameters the loader made something: they land as they are in the whole of one
+            parameter, so that the loader makes the same if it is given that parameter for the tensor.
     """
 
     landings: dict[str, tuple[Landing, ...]]
@@ -167,25 +175,50 @@ class LoaderTrace:
     unwritten: dict[str, int]
     joined: frozenset[str] = frozenset()
     zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
+    wider: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
+    again: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
+
+    def leaving_buffers(self, parameters: Collection[str]) -> LoaderTrace:
+        """The same where what the loader puts elsewhere than into ``parameters`` takes the misc path: nobody follows buffers."""
+        known = frozenset(parameters)
+        others = {name: at - known for name, at in self.touched.items()}
+        found = {name: min(at) for name, at in others.items() if at}
+        return replace(
+            self,
+            landings={name: () if name in found else places for name, places in self.landings.items()},
+            misc_reasons={name: f"{at} is a buffer" for name, at in found.items()} | self.misc_reasons,
+            wider={name: places for name, places in self.wider.items() if name not in found},
+            again={name: places for name, places in self.again.items() if name not in found},
+        )
+
+    def placing(self, landings: Mapping[str, tuple[Landing, ...]]) -> LoaderTrace:
+        """The same where ``landings``, of :attr:`wider` or :attr:`again`, are written in place after all."""
+        reasons = {name: why for name, why in self.misc_reasons.items() if name not in landings}
+        return replace(self, landings={**self.landings, **landings}, misc_reasons=reasons)
 
     def without(self, parameters: Collection[str]) -> LoaderTrace:
         """The same, as if the loader had left some parameters alone: what goes nowhere else is not loaded."""
         touched = {name: found.difference(parameters) for name, found in self.touched.items()}
         left = {name for name, found in self.touched.items() if found and not touched[name]} - self.unknown
+
+        def elsewhere[At: (Landing, Zeros)](
+            places: Mapping[str, tuple[At, ...]],
+        ) -> dict[str, tuple[At, ...]]:
+            return {
+                name: tuple(at for at in found if at.parameter not in parameters)
+                for name, found in places.items()
+            }
+
         return replace(
             self,
-            landings={
-                name: tuple(at for at in found if at.parameter not in parameters)
-                for name, found in self.landings.items()
-            },
+            landings=elsewhere(self.landings),
             misc_reasons={name: reason for name, reason in self.misc_reasons.items() if name not in left},
             touched=touched,
             unwritten={name: count for name, count in self.unwritten.items() if name not in parameters},
             joined=self.joined - left,
-            zeros={
-                name: tuple(at for at in found if at.parameter not in parameters)
-                for name, found in self.zeros.items()
-            },
+            zeros=elsewhere(self.zeros),
+            wider={name: at for name, at in elsewhere(self.wider).items() if at},
+            again={name: at for name, at in elsewhere(self.again).items() if at},
         )
 
 
@@ -250,6 +283,8 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
     for name, parameters in recorder.touched.items():
         for parameter in sorted(parameters & recorder.rewritten.keys()):
             recorder.refuse(name, f"the loader also changes {parameter} by {recorder.rewritten[parameter]}")
+    # What is made of parameters may be in others.
+    used = {} if any(ps & recorder.rewritten.keys() for ps in recorder.touched.values()) else recorder.used
     landings: dict[str, list[Landing]] = {name: [] for name in shapes}
     zeros: dict[str, list[Zeros]] = {}
     boxes: dict[str, list[tuple[Box, str | None]]] = {}
@@ -271,17 +306,51 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
         boxes.setdefault(write.parameter, []).append((box, write.tensor))
     for parameter, entries in boxes.items():
         _refuse_clashes(recorder, parameter, entries)
+    reasons: dict[str, str] = {}
+    wider: dict[str, tuple[Landing, ...]] = {}
+    again: dict[str, tuple[Landing, ...]] = {}
+    for name in shapes:
+        made = sorted(recorder.touched.get(name, set()) & recorder.used.keys())
+        if name in recorder.reasons:
+            reasons[name] = recorder.reasons[name]
+        elif made:
+            reasons[name] = f"the loader also makes something of {made[0]} by {recorder.used[made[0]]}"
+            alone = recorder.touched[name] == {made[0]} and name not in recorder.joined
+            if alone and made[0] in used and _is_whole(landings[name], params[made[0]]):
+                again[name] = tuple(landings[name])
+        elif name in recorder.wider:
+            reasons[name] = recorder.wider[name]
+            wider[name] = tuple(landings[name])
     return LoaderTrace(
-        landings={n: () if n in recorder.reasons else tuple(found) for n, found in landings.items()},
-        misc_reasons={name: recorder.reasons[name] for name in shapes if name in recorder.reasons},
+        landings={n: () if n in reasons else tuple(found) for n, found in landings.items()},
+        misc_reasons=reasons,
         touched={name: frozenset(recorder.touched.get(name, ())) for name in shapes},
         unknown=frozenset(recorder.unknown),
         lost={name: prod(shapes[name]) for name in recorder.unknown if not recorder.touched.get(name)},
         unwritten={
             name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
         },
-        zeros={name: tuple(found) for name, found in zeros.items() if name not in recorder.reasons},
+        zeros={n: tuple(found) for n, found in zeros.items() if n not in reasons or n in wider},
         joined=frozenset(recorder.joined),
+        wider=wider,
+        again=again,
+    )
+
+
+def _is_whole(landings: Sequence[Landing], parameter: torch.Tensor) -> bool:
+    """Whether a checkpoint tensor, as it is, is all of a parameter."""
+    if len(landings) != 1 or landings[0].dtype is not None:
+        return False
+    [at] = landings
+    return (
+        at.full_shape == tuple(parameter.shape)
+        and at.box == tuple((0, n) for n in parameter.shape)
+        and at.offset == 0
+        and all(
+            step == own
+            for step, own, n in zip(at.stride, parameter.stride(), parameter.shape, strict=True)
+            if n > 1
+        )
     )
 
 
@@ -308,7 +377,9 @@ def _landing(write: Write, full_shape: tuple[int, ...]) -> Landing | None:
     _, places = _cut(target.shape, target.stride, cuts)
     # A dimension of extent 1 is never stepped over, so any stride describes it.
     stride = tuple(1 if axis is None else places[axis] for axis in found.axes)
-    return Landing(write.tensor, full_shape, found.box, write.parameter, target.offset, stride)
+    return Landing(
+        write.tensor, full_shape, found.box, write.parameter, target.offset, stride, dtype=write.dtype
+    )
 
 
 _Cuts = list[tuple[int, ...]]
