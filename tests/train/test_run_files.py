@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlrefit.recipes.run.files import append_json_lines, read_json_lines
+from rlrefit.workers.trainers.durable import HashedFile
 
 
 def test_a_full_disk_is_told_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,3 +34,9 @@ def test_rows_follow_each_other_whole_once_the_file_can_be_written_again(
         append_json_lines(file, [{"version": 4}])
     assert read_json_lines(tmp_path / "gone" / file.name) == [{"version": 2}, {"version": 3}]
     assert len(caplog.records) == 2, "each loss is told"
+
+
+def test_a_state_that_finds_the_disk_full_says_so_and_where() -> None:
+    with pytest.raises(OSError) as told, HashedFile(Path("/dev/full")) as file:
+        torch.save({"weight": torch.zeros(1 << 16)}, file)
+    assert (told.value.errno, told.value.filename) == (errno.ENOSPC, "/dev/full")
