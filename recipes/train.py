@@ -18,6 +18,7 @@ from .algorithms.losses import PolicyLossConfig
 from .config.engines import needs_bfloat16
 from .config.load import ConfigError
 from .config.machine import name_violations
+from .config.model import size_violations
 from .config.schema import TrainConfig, TrainerConfig
 from .loop import TrainingLoop
 from .policy.group import TrainerGroup
@@ -94,6 +95,8 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         with under_way(console, f"starting {ranks} ranks"):
             stack.enter_context(ray_cluster(config.ray, ranks))
             gpus = gpus_per_rank()
+            if not gpus and (large := [wrong.text for wrong in size_violations(config, "Ray finds no GPU")]):
+                raise ConfigError(config.name, large)
             config = _with_dtype(config, gpus)
             if gpus and config.generation.backend == "sglang":
                 config = with_sglang_environment(config)
