@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_bench_arguments(bench)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if parsed.command == "bench":
         from .bench.command import main as run_bench
 

@@ -78,6 +78,9 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
     resumed = _resume(store, config.resume, console)
     first_step = resumed.step + 1 if resumed else 1
+    if first_step > config.algorithm.steps:
+        console.print(f"all {config.algorithm.steps} steps are done; nothing was started", soft_wrap=True)
+        return folder
     if resumed:
         try:
             inputs.sampler.load_state_dict(resumed.extra["sampler"])
