@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from .errors import Violation
 from .schema import TrainConfig
 
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
+# Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
+_MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -71,6 +74,25 @@ def catalog_model(config: TrainConfig) -> Model | None:
         if _PREDICTION_LAYERS in model.config
         else model
     )
+
+
+def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
+    """A bundled model that CPUs would load for long and never train.
+
+    Args:
+        config: the recipe.
+        lack: who finds no GPU, and where, for the text.
+    """
+    name = config.model.catalog or bundled_name(config.model.path)
+    if name not in bundled_models():
+        return
+    parameters = sum(math.prod(spec.shape) for spec in open_model(name).specs())
+    if parameters > _MOST_ON_CPUS:
+        yield Violation(
+            ("model.path", "model.catalog", "ray.address"),
+            f"model.path: {config.model.path} has {parameters / 1e9:.3g} billion parameters, too many for CPUs, and {lack}; start "
+            "it where there are some, or give ray.address of a cluster that has them",
+        )
 
 
 def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:

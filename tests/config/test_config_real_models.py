@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from rlrefit.recipes.config.load import bundled_recipes, load_config, model_violations
+from rlrefit.recipes.config.load import ConfigError, bundled_recipes, load_config, model_violations
 from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
 from rlrefit.recipes.policy.make import policy_config
@@ -25,6 +25,21 @@ def test_a_real_recipe_is_checked_against_the_shapes_of_its_model(recipe: str, v
     layouts = ("trainer.tensor_parallel=7", "trainer.ranks=7", "generation.tensor_parallel=7")
     told = [text.partition(": ")[0] for text in violations(*layouts, recipe=recipe) if "num_" in text]
     assert {"trainer.tensor_parallel", "generation.tensor_parallel"} <= {*told}
+
+
+def test_a_large_model_is_not_started_on_a_machine_without_gpus(data: list[str]) -> None:
+    def told(*overrides: str, gpus: int = 0) -> list[str]:
+        with patch("torch.cuda.device_count", return_value=gpus):
+            try:
+                load_config("grpo_qwen3_4b", [*data, *overrides], to_run=True)
+            except ConfigError as error:
+                return [text.partition(":")[0] for text in error.violations if "billion parameters" in text]
+        return []
+
+    assert told("ray.address=null") == ["model.path"]
+    assert told("ray.address=null", gpus=16) == []
+    assert told("ray.address=auto") == []  # the cluster is asked once it is joined
+    assert told("ray.address=null", "model.path=Qwen/Qwen3-0.6B") == []
 
 
 def test_a_checkpoint_of_other_shapes_than_were_planned_is_told_with_every_difference(violations) -> None:
