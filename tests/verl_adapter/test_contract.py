@@ -325,9 +325,10 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     with pytest.raises(RefitError) as error:
         source_of(
             SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked)),
-            RefitConfig(),
+            RefitConfig(trainer_quantize_mxfp4=True),
         )
     for part in (
+        "nccl_xfer_shards.trainer_quantize_mxfp4 is true",
         *("veomni", "quantization-aware", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
         *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),

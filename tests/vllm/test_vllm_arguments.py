@@ -49,10 +49,9 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
 
 
 def test_an_engine_of_packed_experts_starts_from_a_checkpoint_without_them() -> None:
-    changes = ["generation.weight_dtype=mxfp4", "policy.refit.trainer_quantize_mxfp4=true"]
-    arguments = vllm_arguments(
-        load_config("grpo_qwen3_4b", changes), {"model_type": "gpt_oss", "num_local_experts": 8}
-    )
+    config = load_config("grpo_qwen3_4b")
+    config.generation.weight_dtype, config.policy.refit.trainer_quantize_mxfp4 = "mxfp4", True
+    arguments = vllm_arguments(config, {"model_type": "gpt_oss", "num_local_experts": 8})
     assert arguments["load_format"] == "dummy"
     assert map_mxfp4_backend(arguments["moe_backend"]).name == "MARLIN"
     quantization = arguments["hf_overrides"]["quantization_config"]

@@ -199,7 +199,7 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
     ("place", "parameter", "shape", "word"),
     [
         (_whole, _meta(4, 6, dtype=torch.float32), (4, 6), "float32"),
-        (lambda p, _, t: p["w"].copy_(t.view(24)), _meta(24), (4, 6), "no box"),
+        (lambda p, _, t: p["w"].copy_(t.view(24)[3:21]), _meta(18), (4, 6), "no box"),
         (lambda p, _, t: p["w"][::2].copy_(t), _meta(8, 6), (4, 6), "no box"),
         (_whole, _meta(4, 6), (6,), "broadcast"),
         (_changed_after(lambda w: w[4:].zero_()), _meta(8, 6), (8, 6), "constant"),
@@ -207,7 +207,7 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
     ],
     ids=[
         "another dtype",
-        "merged dimensions",
+        "a part of merged dimensions",
         "a step",
         "a broadcast",
         "a constant after",
@@ -216,6 +216,24 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
 )
 def test_a_copy_that_is_no_box_of_what_came_goes_to_misc(place, parameter, shape, word):
     assert word in _trace(place, {"w": parameter}, a=shape).misc_reasons["a"]
+
+
+def test_dimensions_that_the_loader_merges_are_followed() -> None:
+    """As GPT-OSS's blocks of codes are rows of them in vLLM, of which a rank has some and pads the rest."""
+
+    def place(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+        rows = tensor.view(2, 5, -1).contiguous()
+        params["w"].data[:, :3, :8].copy_(rows[:, 1:4, 4:12])
+
+    found = _trace(place, {"w": _meta(2, 4, 16)}, a=(2, 5, 3, 4))
+    assert found.misc_reasons == {}
+    [landing] = found.landings["a"]
+    assert landing.box == ((0, 2), (1, 4), (1, 3), (0, 4))
+    tensor, held = torch.arange(120.0).view(2, 5, 3, 4), torch.full((2, 4, 16), torch.nan)
+    landing.write(tensor, held)
+    assert torch.equal(held[:, :3, :8], tensor.view(2, 5, 12)[:, 1:4, 4:12])
+    assert held.isnan().sum() == held.numel() - 2 * 3 * 8
+    assert landing.place(held) == ((0, 2), (0, 3), (0, 8))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang.loader import LOADER
 from ...engines.vllm.drafters import STAYS, has_weights
-from .options import EXTENSION, QUANTIZES
+from .options import EXTENSION, PACKS, QUANTIZES
 from .orders import Order
 
 _NOT_RUN = "of drafters, refits reach vLLM's MTP layers alone, and that has not run under verl"
@@ -42,6 +42,8 @@ def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[st
             found.append(f"rollout.quantization is fp8; {_HAVE_IT_QUANTIZED}")
     elif name is not None:
         found.append(f"rollout.quantization is {name}; {_ONE_FORMAT}")
+    if config.trainer_quantize_mxfp4:
+        found.append(f"{PACKS} is true, and no engine of verl's has run with experts in MXFP4; give false")
     if (rollout.get("qat") or {}).get("enable"):
         found.append(
             "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "
