@@ -11,13 +11,14 @@ from typing import Any
 
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
 
-_PREDICTION_LAYERS = "num_nextn_predict_layers"
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
@@ -69,11 +70,14 @@ def catalog_model(config: TrainConfig) -> Model | None:
     if name not in bundled_models():
         raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
     model = open_model(name)
-    return (
-        replace(model, config={**model.config, _PREDICTION_LAYERS: 0})
-        if _PREDICTION_LAYERS in model.config
-        else model
-    )
+    text = model.config.get("text_config")
+    whole = _without_prediction(model.config)
+    config_keys = whole if text is None else whole | {"text_config": _without_prediction(text)}
+    return model if config_keys == model.config else replace(model, config=config_keys)
+
+
+def _without_prediction(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: 0 if key in _PREDICTION_LAYERS else value for key, value in keys.items()}
 
 
 def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
@@ -100,11 +104,14 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
     model = catalog_model(config)
     if model is None:
         return []
-    text = hf_config.get("text_config") or hf_config
+    theirs = language_model(hf_config) | {"model_type": hf_config.get("model_type")}
+    ours = language_model(model.config) | {"model_type": model.config["model_type"]}
+    if ours.get("architectures") == theirs.get("architectures") is not None:
+        del ours["model_type"]  # a class may be published under another name than its configuration's own
     differences = [
-        f"{key} is {text[key]!r} and not {value!r}"
-        for key, value in model.config.items()
-        if not key.startswith("_") and key != _PREDICTION_LAYERS and key in text and text[key] != value
+        f"{key} is {theirs[key]!r} and not {value!r}"
+        for key, value in ours.items()
+        if not key.startswith("_") and key not in _PREDICTION_LAYERS and theirs.get(key, value) != value
     ]
     if not differences:
         return []
