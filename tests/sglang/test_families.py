@@ -57,7 +57,12 @@ _WRITTEN: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     # SGLang has a name of its own for the groups, and its default is what is published.
     **{
-        key: {"layers_block_type": None, "layer_types": None, "mamba_n_groups": 4}
+        key: {
+            "layers_block_type": None,
+            "layer_types": None,
+            "mtp_layers_block_type": None,
+            "mamba_n_groups": 4,
+        }
         for key in ("nemotron_h", "nemotron_h-latent")
     },
     **{
