@@ -1,6 +1,6 @@
-"""What vLLM makes of packed NVFP4 layers after loading, made anew by a refit for all layers together, where vLLM has it.
+"""What vLLM makes of packed layers after loading, made anew by a refit for all layers together, where vLLM has it.
 
-Which layers these are, and how it is known that the same is made, :mod:`.nvfp4` says.
+Which layers these are :mod:`.nvfp4` and :mod:`.mxfp8` say, and :mod:`.packed_layers` how it is known that the same is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .compat import MARLIN_NVFP4, has
 
 # E4M3's, behind which are negative numbers.
 _NAN = 0x7F
-_BY_MARLIN = "the engine puts it in Marlin's order once it has landed, so what a sparse refit builds on is not there any more"
+_IN_ORDER = "the engine puts it in its kernel's order once it has landed, so what a sparse refit builds on is not there any more"
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Tensors = Mapping[str, torch.Tensor]
@@ -67,10 +67,12 @@ class Order:
     Attributes:
         bits: of an element.
         tiling: of each of its matrices, one behind the other.
+        mapped: its bytes are block scales of NVFP4, of which Marlin makes others.
     """
 
     bits: int
     tiling: Tiling
+    mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Making:
 
     def rewrites(self, module: str, parameter: str) -> str:
         """Why what has landed of a parameter does not stay as it is; empty if it does."""
-        return _BY_MARLIN if module in self._modules and parameter in self._modules[module][1].orders else ""
+        return _IN_ORDER if module in self._modules and parameter in self._modules[module][1].orders else ""
 
     @torch.no_grad()
     def make(self) -> None:
@@ -143,20 +145,25 @@ class Making:
             self._orders.put()
         for make in self._scales:
             make()
-        torch._foreach_copy_(self._targets, self._sources)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
 
     def _ordered(self) -> _Orders | None:
         """Prepare what puts all matrices in order; notes the slot of each module's block scales."""
         jobs: list[Unordered] = []
         scales: list[tuple[torch.Tensor, int]] = []
-        dtypes = {form.dtype for _, form in self._modules.values() if form.orders}
+        dtypes = {
+            form.dtype
+            for _, form in self._modules.values()
+            if any(order.mapped for order in form.orders.values())
+        }
         if len(dtypes) > 1:
             raise ValueError(f"layers compute in {dtypes}")
         for module, (held, form) in self._modules.items():
             for name, order in form.orders.items():
                 memory = _flat_bytes(held[name])
                 slot = None
-                if order.bits == 8:
+                if order.mapped:
                     slot = self._slots[module, name] = len(self._slots)
                     scales.append((memory, slot))
                 *_, rows, width = form.loaded[name][0]
@@ -164,7 +171,8 @@ class Making:
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
                     for matrix in memory.split(rows * width)
                 ]
-        return _Orders(jobs, scales, len(self._slots), dtypes.pop(), self._device) if jobs else None
+        maps = marlins_maps(dtypes.pop(), self._device) if dtypes else None
+        return _Orders(jobs, scales, len(self._slots), maps, self._device) if jobs else None
 
     def _derived(self) -> list[Callable[[], None]]:
         """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
@@ -290,32 +298,36 @@ def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
 
 
 class _Orders:
-    """Puts codes and block scales in Marlin's order."""
+    """Puts codes and block scales in a kernel's order, and makes Marlin's bytes of NVFP4's block scales (``maps``)."""
 
     def __init__(
         self,
         jobs: Sequence[Unordered],
         scales: Sequence[tuple[torch.Tensor, int]],
         slots: int,
-        dtype: torch.dtype,
+        maps: MarlinsMaps | None,
         device: torch.device,
     ) -> None:
-        self._maps = marlins_maps(dtype, device)
+        self._maps = maps
+        # Without them no byte becomes another one, and nothing is read of these.
+        self._bytes = torch.zeros(1, 256, dtype=torch.uint8, device=device) if maps is None else maps.maps
         self._reordering = make_reordering(jobs, device)
-        self._finder = make_largest_bytes(scales, device)
+        self._finder = make_largest_bytes(scales, device) if scales else None
         self._found = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._choices = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._choices = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
 
     def put(self) -> None:
-        self._finder.find(self._found)
-        torch.index_select(self._maps.powers, 0, self._found, out=self._choices)
-        self._reordering.launch(self._maps.maps, self._choices)
+        if self._maps is not None and self._finder is not None:
+            self._finder.find(self._found)
+            torch.index_select(self._maps.powers, 0, self._found, out=self._choices)
+        self._reordering.launch(self._bytes, self._choices)
 
     def global_scales(self, largest: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
             nvfp4_marlin_process_global_scale,
         )
 
+        assert self._maps is not None, "global scales of Marlin's come with block scales"
         made: torch.Tensor = nvfp4_marlin_process_global_scale(largest, dtype)
         return made / self._maps.factors[self._choices[slots]]
 

@@ -1,0 +1,136 @@
+"""Layers of a vLLM model that hold weights in MXFP8: their format, and what vLLM makes of them after loading.
+
+This was read in vLLM 0.21: ModelOpt's method for linear layers (``quantization/modelopt.py``), compressed-tensors' scheme for linear
+layers and its method for experts (``compressed_tensors_w8a8_mxfp8.py``, ``compressed_tensors_moe_w8a8_mxfp8.py``),
+``kernels/linear/mxfp8`` and ``utils/marlin_utils_fp8.py``. A checkpoint has codes ``weight`` (E4M3 ``[n, k]``) and scales
+``weight_scale`` (E8M0 as ``uint8`` ``[n, k / 32]``). Of these
+
+- the emulation makes new parameters with the same bytes in the same places;
+- FlashInfer's CUTLASS (Blackwell) keeps the codes, and has the scales in tiles of 128 rows and 4 columns. It fills tiles up that are
+  not whole, which no refit brings, so such layers take vLLM's reload;
+- Marlin (before Blackwell; linear layers and experts) has both in an order of its own, in as many bytes. It takes scales through the
+  model's dtype, which BF16 does without loss.
+
+ModelOpt's method for experts computes with FlashInfer's TRT-LLM kernels alone, which shuffle rows: it takes the misc path. So do layers
+that vLLM itself quantizes as it loads them (``quantization="mxfp8"``), whose loader takes no codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....integration.layout.codes import Codes, Letters
+from ....integration.layout.rearrangement import NotRearranged
+from ....integration.quantize.formats import Mxfp8
+from .compat import kind_of
+from .nvfp4_making import Derived, Shapes
+from .packed_layers import PackedLayers
+
+# By name: an engine without such layers imports none of these.
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
+_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8LinearMethod"
+_SCHEME = f"{_COMPRESSED}.schemes.compressed_tensors_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8"
+MXFP8_EXPERTS = (
+    f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8."
+    "CompressedTensorsW8A8Mxfp8MoEMethod"
+)
+_MODELOPT_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8FusedMoE"
+_KERNELS = "vllm.model_executor.kernels.linear.mxfp8"
+_LINEAR_KERNELS = (
+    f"{_KERNELS}.emulation.EmulationMxfp8LinearKernel",
+    f"{_KERNELS}.flashinfer.FlashInferCutlassMxfp8LinearKernel",
+    f"{_KERNELS}.marlin.MarlinMxfp8LinearKernel",
+)
+# Of vLLM's Fp8MoeBackend.
+_EXPERT_BACKENDS = ("MARLIN",)
+_SCALES = {"weight": "weight_scale"}
+_SCALES_OF_EXPERTS = {"w13_weight": "w13_weight_scale", "w2_weight": "w2_weight_scale"}
+# Of what lies in another place every byte stays what it is; 0 stands for no number.
+_LETTERS = tuple(range(1, 256))
+
+
+@dataclass(frozen=True)
+class Mxfp8Weights:
+    """How one module holds its weights.
+
+    Attributes:
+        scales: name of a parameter of codes → name of the parameter of its scales.
+        format: in which the trainer has to send them.
+    """
+
+    scales: Mapping[str, str]
+    format: Mxfp8 = field(default_factory=Mxfp8)
+
+
+def mxfp8_modules(model: nn.Module) -> dict[str, Mxfp8Weights]:
+    """The modules of ``model`` that hold weights in MXFP8 as a checkpoint has them, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind:
+            found[name] = Mxfp8Weights(_SCALES if kind in (_LINEAR, _SCHEME) else _SCALES_OF_EXPERTS)
+    return found
+
+
+class Mxfp8Layers(PackedLayers):
+    """The layers of :func:`mxfp8_modules`."""
+
+    def _kind(self, live: nn.Module) -> str:
+        return _kind_of(live)
+
+    def _kernel(self, live: Any) -> str:
+        kind = _kind_of(live)
+        if kind == _MODELOPT_EXPERTS:
+            raise NotRearranged("what FlashInfer's TRT-LLM kernels make of experts is not known")
+        if kind == MXFP8_EXPERTS:
+            name: str = live.quant_method.fp8_backend.name
+            if name not in _EXPERT_BACKENDS:
+                raise NotRearranged(f"what {name} makes of experts is not known")
+            if live.quant_method.moe.moe_parallel_config.use_all2all_kernels:
+                raise NotRearranged("its experts are made with communicators of their own")
+            return name
+        kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
+        if kind_of(kernel) not in _LINEAR_KERNELS:
+            raise NotRearranged(f"what {type(kernel).__name__} makes of codes and scales is not known")
+        return kind_of(kernel)
+
+    def _codes(self, loaded: Shapes, kernel: str, dtype: torch.dtype) -> dict[str, Codes]:
+        if "MARLIN" in kernel.upper() and any(name.endswith("bias") for name in loaded):
+            raise NotRearranged("it has a bias, which Marlin puts in another order, too")
+        return {
+            name: Letters(shape, kind, _LETTERS, _LETTERS)
+            for name, (shape, kind) in loaded.items()
+            if kind.itemsize == 1
+        }
+
+    def _staged(self, loaded: Shapes) -> tuple[str, ...]:
+        return ()
+
+    def _derived(self, loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:
+        return iter(())
+
+    def _noise(self, loaded: Shapes) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator(self._device).manual_seed(0)
+        yield {
+            name: torch.randint(
+                0,
+                256,
+                (*shape[:-1], shape[-1] * kind.itemsize),
+                dtype=torch.uint8,
+                device=self._device,
+                generator=generator,
+            ).view(kind)
+            for name, (shape, kind) in loaded.items()
+        }
+
+
+def _kind_of(module: nn.Module) -> str:
+    """The method, or the scheme, by which a module holds MXFP8; empty if it does not."""
+    kinds = kind_of(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
+    return next((k for k in kinds if k in (_LINEAR, _SCHEME, MXFP8_EXPERTS, _MODELOPT_EXPERTS)), "")
