@@ -11,6 +11,7 @@ from tests.quantize.test_fp8_kernels import (
     compare_kernel_with_torch,
     hard_weights,
 )
+from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.weights import same
 
 from .needs import needs
@@ -52,3 +53,4 @@ def test_packed_scales_are_those_of_the_cpu() -> None:
 def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
     compare_cut_blocks_with_torch(torch.device("cuda", 0))
+    compare_mxfp8_with_torch(torch.device("cuda", 0))
