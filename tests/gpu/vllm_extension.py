@@ -39,3 +39,13 @@ class PoisonExtension(VllmRefitExtension):
                 kernel = getattr(method, "kernel", None)
                 found.add(method.nvfp4_backend.value if kernel is None else type(kernel).__name__)
         return sorted(found)
+
+    def mxfp8_kernels(self) -> list[str]:
+        """The same of weights in MXFP8."""
+        found = set()
+        for module in self.model_runner.get_model().modules():
+            for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+                if "mxfp8" in type(holder).__name__.lower():
+                    kernel = getattr(holder, "kernel", None)
+                    found.add(holder.fp8_backend.value if kernel is None else type(kernel).__name__)
+        return sorted(found)

@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 from vllm_fp8_ranks import Fp8Result, refit_fp8, write_mxfp8_case
-from vllm_mxfp8 import EMULATION, FLASHINFER, MARLIN, of_compressed_tensors, of_modelopt
+from vllm_mxfp8 import EMULATION, FLASHINFER, MARLIN
 
 from rlrefit.integration.quantize.formats import Mxfp8
+from rlrefit.recipes.rollout.arguments import mxfp8
 from tests.ahead import FoundAhead
+from tests.gpu.vllm_checkpoints import mxfp8_of_modelopt
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
 
 CASES = {
-    "emulation": (EMULATION, of_modelopt(), {}),
-    "emulation, compressed-tensors, stages": (EMULATION, of_compressed_tensors(), {"stages": True}),
-    "Marlin, stages": (MARLIN, of_modelopt(), {"stages": True}),
-    "Marlin with experts, compressed-tensors": (MARLIN, of_compressed_tensors(), {"experts": True}),
-    "FlashInfer": (FLASHINFER, of_modelopt(), {}),
+    "emulation": (EMULATION, mxfp8_of_modelopt(), {}),
+    "emulation, compressed-tensors, stages": (EMULATION, mxfp8(), {"stages": True}),
+    "Marlin, stages": (MARLIN, mxfp8_of_modelopt(), {"stages": True}),
+    "Marlin with experts, compressed-tensors": (MARLIN, mxfp8(), {"experts": True}),
+    "FlashInfer": (FLASHINFER, mxfp8_of_modelopt(), {}),
 }
 # Its tiles are not whole in the MLP.
 PADDED = "FlashInfer, padded"
@@ -27,7 +29,7 @@ Results = dict[str, list[Fp8Result]]
 
 def refit_mxfp8(folder: Path) -> Results:
     """In one pair of processes."""
-    cases = {**CASES, PADDED: (FLASHINFER, of_modelopt(), {"intermediate": 320})}
+    cases = {**CASES, PADDED: (FLASHINFER, mxfp8_of_modelopt(), {"intermediate": 320})}
     listed = [
         write_mxfp8_case(folder / name, kernel, quantization, **options)
         for name, (kernel, quantization, options) in cases.items()

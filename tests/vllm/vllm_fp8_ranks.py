@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
-from vllm_mxfp8 import choose_mxfp8_kernel, quantize_to_mxfp8
+from vllm_mxfp8 import choose_mxfp8_kernel
 from vllm_ranks import Case, Layout, Tensors, groups_of, loaded
 from vllm_refit import refit
 
@@ -35,7 +35,7 @@ from tests.fp8_refits import (
     refit_sparsely,
     refusal,
 )
-from tests.gpu.vllm_checkpoints import quantize_in_blocks
+from tests.gpu.vllm_checkpoints import quantize_in_blocks, quantize_to_mxfp8
 
 if TYPE_CHECKING:
     from rlrefit.integration.config import RefitConfig
