@@ -42,13 +42,14 @@ MXFP8_EXPERTS = (
 )
 _MODELOPT_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.mxfp8"
-_LINEAR_KERNELS = (
-    f"{_KERNELS}.emulation.EmulationMxfp8LinearKernel",
-    f"{_KERNELS}.flashinfer.FlashInferCutlassMxfp8LinearKernel",
-    f"{_KERNELS}.marlin.MarlinMxfp8LinearKernel",
-)
+_MARLIN = "marlin"
+_LINEAR_KERNELS = {
+    f"{_KERNELS}.emulation.EmulationMxfp8LinearKernel": "emulation",
+    f"{_KERNELS}.flashinfer.FlashInferCutlassMxfp8LinearKernel": "flashinfer",
+    f"{_KERNELS}.marlin.MarlinMxfp8LinearKernel": _MARLIN,
+}
 # Of vLLM's Fp8MoeBackend.
-_EXPERT_BACKENDS = ("MARLIN",)
+_EXPERT_BACKENDS = {"MARLIN": _MARLIN}
 _SCALES = {"weight": "weight_scale"}
 _SCALES_OF_EXPERTS = {"w13_weight": "w13_weight_scale", "w2_weight": "w2_weight_scale"}
 # Of what lies in another place every byte stays what it is; 0 stands for no number.
@@ -89,19 +90,20 @@ class Mxfp8Layers(PackedLayers):
         if kind == _MODELOPT_EXPERTS:
             raise NotRearranged("what FlashInfer's TRT-LLM kernels make of experts is not known")
         if kind == MXFP8_EXPERTS:
-            name: str = live.quant_method.fp8_backend.name
-            if name not in _EXPERT_BACKENDS:
-                raise NotRearranged(f"what {name} makes of experts is not known")
-            if live.quant_method.moe.moe_parallel_config.use_all2all_kernels:
+            name = live.quant_method.fp8_backend.name
+            known = _EXPERT_BACKENDS.get(name)
+            if known is not None and live.quant_method.moe.moe_parallel_config.use_all2all_kernels:
                 raise NotRearranged("its experts are made with communicators of their own")
-            return name
-        kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
-        if kind_of(kernel) not in _LINEAR_KERNELS:
-            raise NotRearranged(f"what {type(kernel).__name__} makes of codes and scales is not known")
-        return kind_of(kernel)
+        else:
+            kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
+            name = type(kernel).__name__
+            known = _LINEAR_KERNELS.get(kind_of(kernel))
+        if known is None:
+            raise NotRearranged(f"what {name} makes of codes and scales is not known")
+        return known
 
     def _codes(self, loaded: Shapes, kernel: str, dtype: torch.dtype) -> dict[str, Codes]:
-        if "MARLIN" in kernel.upper() and any(name.endswith("bias") for name in loaded):
+        if kernel == _MARLIN and any(name.endswith("bias") for name in loaded):
             raise NotRearranged("it has a bias, which Marlin puts in another order, too")
         return {
             name: Letters(shape, kind, _LETTERS, _LETTERS)
