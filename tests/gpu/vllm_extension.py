@@ -12,10 +12,11 @@ from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 class PoisonExtension(VllmRefitExtension):
     def poison(self) -> None:
-        """Fill every parameter with its dtype's NaN."""
+        """Fill every parameter with its dtype's NaN, but compressed-tensors' scales of a cache, which no trainer here sends."""
         with torch.no_grad():
-            for parameter in self.model_runner.get_model().parameters():
-                parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
+            for name, parameter in self.model_runner.get_model().named_parameters():
+                if ".attn._" not in name:
+                    parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
 
     def value_digests(self) -> dict[str, str]:
         """SHA-256 of every parameter; of FP8 blocks with the numbers that codes and scales stand for, in FP32."""
