@@ -286,6 +286,15 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             f"{stored}: before Blackwell vLLM's own scales of MXFP8 leave half of its range unused, so the trainer makes them; "
             f"give {key}=true",
         )
+    if (
+        dtype == "mxfp8"
+        and config.generation.backend == "vllm"
+        and config.generation.vllm.kv_cache_dtype != "auto"
+    ):
+        yield Violation(
+            ("generation.vllm.kv_cache_dtype", stored),
+            f"generation.vllm.kv_cache_dtype: an FP8 KV cache beside {stored}=mxfp8 has not run; give auto, or {stored}=fp8",
+        )
     if dtype == "fp8" and not quantizes and config.generation.backend != "vllm":
         yield Violation(
             (stored, "generation.backend", key),

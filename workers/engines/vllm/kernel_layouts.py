@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.layout.rearrangement import NotRearranged, Rearrangement, recover
 from .compat import kind_of
@@ -127,9 +126,7 @@ def processed(
     module._parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()}
     module.quant_method = method
     try:
-        # Under the dtype under which vLLM's own loader ran it: some steps compute in it.
-        dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
-        with set_current_vllm_config(vllm_config), dtype, device, torch.no_grad():
+        with set_current_vllm_config(vllm_config), device, torch.no_grad():
             method.process_weights_after_loading(module)
     except Exception as error:
         # Too little memory for other weights, or a state that they do not find.

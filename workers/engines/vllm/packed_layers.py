@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.layout.codes import Codes, Letters, find_codes, tiled
 from ....integration.layout.rearrangement import NotRearranged
@@ -191,7 +192,9 @@ class PackedLayers(ABC):
         """What vLLM makes of ``given`` in the place of the live parameters."""
         method = live.quant_method
         method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
-        module = processed(live, method, given, self._vllm_config, self._device)
+        # Under the dtype under which vLLM's own loader ran the step: MXFP8's takes scales through it.
+        with set_default_torch_dtype(self._vllm_config.model_config.dtype):
+            module = processed(live, method, given, self._vllm_config, self._device)
         beside = [
             name
             for name, value in (*vars(module).items(), *module._buffers.items())
