@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sglang test-engines test-gpu docs lint typecheck format clean
+.PHONY: help setup demo test test-all test-sglang test-engines test-trl test-gpu docs lint typecheck format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,11 @@ test-engines: setup ## run the tests of engines with other releases of vLLM, on 
 		echo "vLLM $$series:"; \
 		.venv-vllm-$$series/bin/python -m pytest $(or $(ARGS),-k "not transformers and not sglang" tests/engines $(VLLM_TESTS)) || exit; \
 	done
+
+# Beside .venv, since verl imports from TRL, where it finds it, what TRL no longer has.
+test-trl: setup ## run the tests that need TRL, on the CPU (1 MB to download the first time)
+	@requirements/setup.sh --trl .venv-trl
+	.venv-trl/bin/python -m pytest $(or $(ARGS),tests/trl_adapter)
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out

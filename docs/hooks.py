@@ -45,7 +45,13 @@ API = {
         "TrtllmSender",
     ),
     "Trainer and engine on the same GPUs": ("ColocatedCycle", "AwaitedCycle"),
-    "Frameworks": ("nemo_rl.install.install", "VerlRefitExtension", "RefitCheckpointManager"),
+    "Frameworks": (
+        "nemo_rl.install.install",
+        "VerlRefitExtension",
+        "RefitCheckpointManager",
+        "RefitAsyncGRPOTrainer",
+        "trl.transfer.ShardOptions",
+    ),
     "Errors": (
         "RefitError",
         "RefitMismatch",

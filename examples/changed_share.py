@@ -48,6 +48,12 @@ def main() -> int:
     parser.add_argument("--base", choices=DELTA_BASES, default="gpu", help="policy.refit.delta_base")
     parser.add_argument("--out", type=Path, help="write a line of JSON for each refit there")
     arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if gpus == 1 or (gpus == 0 and not arguments.layers):
+        parser.error(
+            f"trainer and engine take a GPU each, and this host has {gpus}; on CPUs (CUDA_VISIBLE_DEVICES=) a whole model takes "
+            "minutes a step: give --layers 1 --steps 3 --tokens 8"
+        )
     shapes = dict(open_model(arguments.shapes).config)
     if arguments.layers:
         shapes |= {"num_hidden_layers": arguments.layers, "layer_types": None}

@@ -54,6 +54,8 @@ class RefitConfig:
             set where a step within ``recording_changes()`` changes it; for the time of that step a copy of what is sent is on the GPU.
         trainer_quantize_fp8: the trainer quantizes what the engine stores as block-scaled FP8 (E4M3 in 128 by 128
             blocks, or MXFP8), as it packs it: half the bytes travel, and the engine does not quantize again.
+        trainer_quantize_mxfp4: the trainer packs GPT-OSS's experts in MXFP4 before each refit, as OpenAI's checkpoints have them,
+            for an engine that holds them so: 17/64 of their bytes travel.
         lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
             the names of the base model, for any engine; ``adapter`` sends the active adapter's factors alone, into an
             engine that serves LoRA and already holds the base model. A model without adapters is sent as it is.
@@ -73,6 +75,7 @@ class RefitConfig:
     delta: str = "off"
     delta_base: str = "gpu"
     trainer_quantize_fp8: bool = False
+    trainer_quantize_mxfp4: bool = False
     lora: str = "merge"
     port: int = 0
     kv_scales: bool = False
@@ -99,6 +102,12 @@ class RefitConfig:
         return 2 * self.timeout_s + 30.0
 
     @property
+    def _quantizing(self) -> list[str]:
+        """The keys by which the trainer quantizes."""
+        keys = ("trainer_quantize_fp8", "trainer_quantize_mxfp4")
+        return [key for key in keys if getattr(self, key)]
+
+    @property
     def bucket_bytes(self) -> int:
         """``bucket_mb`` in bytes."""
         return self.bucket_mb << 20
@@ -120,10 +129,15 @@ class RefitConfig:
             )
         if self.delta_base not in DELTA_BASES:
             found.append(f"{prefix}.delta_base: {self.delta_base!r} is not one of {', '.join(DELTA_BASES)}")
-        elif self.delta != "off" and self.delta_base == "optimizer" and self.trainer_quantize_fp8:
+        elif self.delta != "off" and self.delta_base == "optimizer" and (codes := self._quantizing):
             found.append(
-                f"{prefix}.delta_base: optimizer tells what a step changed of the weights, and with {prefix}.trainer_quantize_fp8 codes "
+                f"{prefix}.delta_base: optimizer tells what a step changed of the weights, and with {prefix}.{codes[0]} codes "
                 "travel, which each step would quantize twice; give gpu or host"
+            )
+        if len(self._quantizing) > 1:
+            found.append(
+                f"{prefix}.trainer_quantize_mxfp4: no engine that has run holds experts in MXFP4 beside weights in FP8 blocks; give "
+                f"false here, or {prefix}.trainer_quantize_fp8=false"
             )
         if self.lora not in _LORA_MODES:
             found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(_LORA_MODES)}")

@@ -39,6 +39,7 @@ from .records.clock import StageClock
 from .records.record import RefitRecord
 from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
+from .weights.packing_experts import ExpertPackingSource
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,8 @@ class RefitSession:
                 refit_engine = RefitEngine(engine, config, world, channel)
                 _agree_on_settings(channel, engine, config)
                 endpoint = make_endpoint()
+                if config.trainer_quantize_mxfp4 and world.is_source:
+                    endpoint = ExpertPackingSource(cast(WeightSource, endpoint))
                 manifest = refit_engine.prepare(endpoint)
                 refit_engine.init_process_group()
                 session = RefitSession(

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "one or the path of a YAML file; every other argument overrides a key of it.",
     )
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, and keys to override")
+    train.add_argument("--recipe", metavar="NAME|FILE.yaml", help="the same as recipe=NAME")
     train.add_argument("--list", action="store_true", help="list the bundled recipes and exit")
     plan = commands.add_parser(
         "plan",
@@ -50,15 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_bench_arguments(bench)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    if parsed.command == "plan":
-        from .plan.command import run as run_plan
-
-        return run_plan(parsed)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if parsed.command == "bench":
         from .bench.command import main as run_bench
 
         return run_bench(parsed, Console(), Console(stderr=True))
-    return _list_recipes() if parsed.list else _train(parsed.overrides)
+    _take_recipe(parsed, {"train": train, "plan": plan}[parsed.command])
+    if parsed.command == "plan":
+        from .plan.command import run as run_plan
+
+        return run_plan(parsed)
+    return _list_recipes() if parsed.list else _train(parsed.recipe, parsed.overrides)
+
+
+def _take_recipe(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Set ``parsed.recipe`` by ``recipe=NAME`` or ``--recipe NAME``, so that one line serves train and plan."""
+    named = [o.partition("=")[2] for o in parsed.overrides if o.startswith("recipe=")]
+    given = named if parsed.recipe is None else [*named, parsed.recipe]
+    if len(given) > 1:
+        parser.error(f"one recipe is wanted, and {' and '.join(given)} are given")
+    parsed.recipe = given[0] if given else None
+    parsed.overrides = [o for o in parsed.overrides if not o.startswith("recipe=")]
 
 
 class _Version(argparse.Action):
@@ -79,11 +92,10 @@ def _list_recipes() -> int:
     return 0
 
 
-def _train(overrides: Sequence[str]) -> int:
+def _train(recipe: str | None, overrides: Sequence[str]) -> int:
     errors = Console(stderr=True)
-    recipes = [o.partition("=")[2] for o in overrides if o.startswith("recipe=")]
-    if len(recipes) != 1:
-        errors.print(escape(_wants_a_recipe(overrides, len(recipes))), highlight=False, soft_wrap=True)
+    if recipe is None:
+        errors.print(escape(_wants_a_recipe(overrides)), highlight=False, soft_wrap=True)
         return MISCONFIGURED
     # Imported here: they load torch, which takes seconds.
     from .config.options import missing_for_recipes
@@ -94,21 +106,17 @@ def _train(overrides: Sequence[str]) -> int:
     from .config.load import ConfigError, load_config
 
     try:
-        others = [o for o in overrides if not o.startswith("recipe=")]
-        config = load_config(recipes[0], others, to_run=True)
+        config = load_config(recipe, overrides, to_run=True)
     except ConfigError as error:
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return MISCONFIGURED
     return _run(config, errors)
 
 
-def _wants_a_recipe(overrides: Sequence[str], given: int) -> str:
-    wanted = "rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny"
-    if given:
-        return f"{wanted}; {given} are given"
+def _wants_a_recipe(overrides: Sequence[str]) -> str:
     bare = next((o for o in overrides if "=" not in o and not o.startswith("~")), None)
     hint = "rlrefit train --list shows all" if bare is None else f"did you mean recipe={bare}?"
-    return f"{wanted}; {hint}"
+    return f"rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny; {hint}"
 
 
 def _run(config: object, errors: Console) -> int:

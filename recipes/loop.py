@@ -176,8 +176,13 @@ class TrainingLoop:
         return step_metrics([self._trainers.train_step(part) for part in parts])
 
     def _save(self, step: int) -> None:
-        with self._checkpoints.writing(step, {"sampler": self._collector.position}) as unfinished:
-            unfinished.files.update(self._trainers.save(unfinished.folder))
+        try:
+            with self._checkpoints.writing(step, {"sampler": self._collector.position}) as unfinished:
+                unfinished.files.update(self._trainers.save(unfinished.folder))
+        except (OSError, ValueError) as error:  # a full disk; ranks that don't see the driver's files
+            raise RunError(
+                f"step {step} can't be saved: {error}. Earlier checkpoints are as they were; resume=true goes on from the newest"
+            ) from error
         self._saved = step
 
 

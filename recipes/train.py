@@ -18,6 +18,7 @@ from .algorithms.losses import PolicyLossConfig
 from .config.engines import needs_bfloat16
 from .config.load import ConfigError
 from .config.machine import name_violations
+from .config.model import size_violations
 from .config.schema import TrainConfig, TrainerConfig
 from .loop import TrainingLoop
 from .policy.group import TrainerGroup
@@ -60,8 +61,8 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         The run's folder, with ``metrics.jsonl``, ``refits.jsonl``, ``config.yaml`` and ``report.png``.
 
     Raises:
-        ConfigError: all that is wrong with the model, its checkpoint, the data, the reward function and the run's name.
-            Nothing has been started.
+        ConfigError: all that is wrong with the model, its checkpoint, the data, the reward function and the run's name, or
+            a folder that can't be written. Nothing has been started.
         RewardError: the reward function failed; names the record.
         RunError: a rank or resource failed; names it.
         Interrupted: stopped by the user; says what is saved.
@@ -69,21 +70,27 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     if used := [violation.text for violation in name_violations(config)]:
         raise ConfigError(config.name, used)
     folder = Path(config.run_root) / config.name
-    model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
+    with _told_where_it_writes(config):
+        model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
     inputs = RunInputs(config, model_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
+    with _told_where_it_writes(config):
+        folder.mkdir(parents=True, exist_ok=True)
+        store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
     resumed = _resume(store, config.resume, console)
     first_step = resumed.step + 1 if resumed else 1
+    if first_step > config.algorithm.steps:
+        console.print(f"all {config.algorithm.steps} steps are done; nothing was started", soft_wrap=True)
+        return folder
     if resumed:
         try:
             inputs.sampler.load_state_dict(resumed.extra["sampler"])
         except ValueError as error:
             raise RunError(str(error)) from error
-    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-    metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
-    # Version k is moved at the start of step k + 1.
-    keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
+    with _told_where_it_writes(config):
+        write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+        metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
+        # Version k is moved at the start of step k + 1.
+        keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
         stack.enter_context(_told_what_is_saved(store))
@@ -91,6 +98,8 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         with under_way(console, f"starting {ranks} ranks"):
             stack.enter_context(ray_cluster(config.ray, ranks))
             gpus = gpus_per_rank()
+            if not gpus and (large := [wrong.text for wrong in size_violations(config, "Ray finds no GPU")]):
+                raise ConfigError(config.name, large)
             config = _with_dtype(config, gpus)
             if gpus and config.generation.backend == "sglang":
                 config = with_sglang_environment(config)
@@ -125,13 +134,16 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         with _stop_on_interrupt(console) as stop:
             done = loop.run(first_step, stop)
     if metrics.rows:
-        write_report(
-            metrics.rows,
-            folder / "report.png",
-            f"{config.name}: {config.algorithm.name}, {config.model.path}",
-        )
         console.print(display.table(metrics.rows, f"{config.name}: {len(metrics.rows)} steps"))
-        console.print(f"metrics {folder / 'metrics.jsonl'}, picture {folder / 'report.png'}", soft_wrap=True)
+        picture = folder / "report.png"
+        try:
+            write_report(
+                metrics.rows, picture, f"{config.name}: {config.algorithm.name}, {config.model.path}"
+            )
+        except OSError as error:  # what was trained is worth more than its picture
+            logger.error("%s can't be written: %s", picture, error)
+        else:
+            console.print(f"metrics {folder / 'metrics.jsonl'}, picture {picture}", soft_wrap=True)
     if done < config.algorithm.steps:
         raise Interrupted(f"stopped after step {done}, which is saved; resume=true goes on from there")
     return folder
@@ -141,8 +153,9 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     """The configuration with ``model.dtype: auto`` resolved."""
     if config.model.dtype != "auto":
         return config
-    # FP8 and NVFP4 codes are made of 16 bits, on CPUs too.
-    quantizes = config.policy.refit.trainer_quantize_fp8 or config.policy.qat != "off"
+    # Codes are made of 16 bits, on CPUs too.
+    refit = config.policy.refit
+    quantizes = refit.trainer_quantize_fp8 or refit.trainer_quantize_mxfp4 or config.policy.qat != "off"
     in_bf16 = gpus or quantizes or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 
@@ -225,6 +238,19 @@ def _trainer_text(trainer: TrainerConfig) -> str:
 def _routes(config: TrainConfig, routes: Mapping[str, object]) -> str:
     how = "shard to shard" if config.policy.nccl_xfer_refit else "packed broadcast of everything"
     return f"refit: {how}; {routes['bulk']} weights bulk, {routes['misc']} misc, {routes['unused']} unused by the engine"
+
+
+@contextmanager
+def _told_where_it_writes(config: TrainConfig) -> Iterator[None]:
+    """A folder or disk that takes no files is the configuration's matter, as long as nothing has been started."""
+    try:
+        yield
+    except OSError as error:
+        unwritable = (
+            f"run_root: {config.run_root} does not take the run's files ({error}); give a folder that you may write, with room "
+            "for checkpoints"
+        )
+        raise ConfigError(config.name, [unwritable]) from error
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes the virtual environment in which rlrefit's demo and tests run, the one that builds the site, or one in which SGLang's
-# own code or another release of vLLM is tested:
+# own code, another release of vLLM or TRL is tested:
 #
 #     requirements/setup.sh [VENV]            (VENV: where it goes, default .venv of this checkout)
 #     requirements/setup.sh --docs [VENV]     (default .venv-docs; without rlrefit)
 #     requirements/setup.sh --sglang [VENV]   (default .venv-sglang; over .venv, whose packages and rlrefit it finds)
 #     requirements/setup.sh --sglang 0.5.23 [VENV]   (the same with a newer release; default .venv-sglang-0.5.23)
 #     requirements/setup.sh --vllm SERIES [VENV]   (0.26 or 0.32; default .venv-vllm-SERIES; over .venv too)
+#     requirements/setup.sh --trl [VENV]      (default .venv-trl; over .venv too)
 #
 # Every step is safe to repeat. A finished environment carries a stamp and costs well under a second; a
 # changed lock file installs only what differs; an interrupted set-up is found and completed by the next run.
@@ -32,6 +33,12 @@ elif [[ ${1:-} == --sglang ]]; then
   lock=requirements/sglang-cpu.lock.txt
   size="25 MB to download, 140 MB on disk"
   folder=.venv-sglang
+  over=true
+  shift
+elif [[ ${1:-} == --trl ]]; then
+  lock=requirements/trl.lock.txt
+  size="1 MB to download, 4 MB on disk"
+  folder=.venv-trl
   over=true
   shift
 elif [[ ${1:-} == --vllm ]]; then

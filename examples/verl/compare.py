@@ -1,9 +1,11 @@
-"""GRPO of a tiny model by verl, once for each way to update weights, with equal seeds: reward, KL and seconds of each update.
+"""GRPO of a tiny model by verl, once for each way to update weights, with equal seeds: reward, KL and seconds of each update,
+and for rlrefit's managers where these seconds go.
 
 python examples/verl/compare.py                                     # on two GPUs, all ways
 python examples/verl/compare.py nccl nccl_xfer_shards -- trainer.total_training_steps=8
 python examples/verl/compare.py --cpu -- trainer.total_training_steps=2
 python examples/verl/compare.py --model qwen3-4b sync rlrefit_sync  # true shapes, random weights, which learn nothing
+python examples/verl/compare.py --model qwen3-0.6b rlrefit_sync_fp8  # the actor quantizes; vLLM's CUTLASS kernels, one GPU
 
 Behind -- stand overrides of grpo_arithmetic.yaml. FOLDER/compare.json has all that was found.
 """
@@ -42,7 +44,18 @@ WAYS = {
     "nccl": [f"{_BACKEND}=nccl", _NO_EXTENSION, _NO_MODULE],
     "sync": [*_SHARED, "trainer.v1.trainer_mode=sync", f"{_BACKEND}=naive", _NO_EXTENSION, _NO_MODULE],
     "rlrefit_sync": [*_SHARED, "trainer.v1.trainer_mode=rlrefit_sync"],
+    "rlrefit_sync_fp8": [
+        *_SHARED,
+        "trainer.v1.trainer_mode=rlrefit_sync",
+        f"{_ROLLOUT}.quantization=fp8",
+        f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer_shards.trainer_quantize_fp8=true",
+        # DeepGEMM would want powers of two as scales, or other ones on other GPUs.
+        "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM='0'",
+    ],
+    "rlrefit_separate_async": ["trainer.v1.trainer_mode=rlrefit_separate_async"],
 }
+# Ways that need --model, since the tiny model's sizes are not of whole blocks.
+_OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
 # vLLM has its sleep mode on GPUs alone.
 _ON_CPUS = [
     "+ray_kwargs.ray_init.num_gpus=2",
@@ -52,9 +65,11 @@ _ON_CPUS = [
 ]
 # What verl's processes import, and who registers there.
 _MODULES = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
-_TRAINERS = {"rlrefit_sync": "rlrefit.workers.frameworks.verl.trainers"}
+_OURS = "rlrefit.workers.frameworks.verl.trainers"
 _TOLD = ("reward", "score", "kl", "rollout_probs_diff", "timing_s/update_weights", "timing_s/step")
 _PREFIX = "checkpoint_engine/"
+_UPDATE = "timing_s/update_weights"
+_STAGE = f"{_UPDATE}_"
 # Of one run.
 _LONGEST_S = 3600.0
 _LOOK_S = 0.5
@@ -71,7 +86,7 @@ def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, An
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
     command += ["--config-name", "grpo_arithmetic", *WAYS[way], *(_ON_CPUS if cpu else [])]
-    modules = [*([PLATFORM] if cpu else []), *([_TRAINERS[way]] if way in _TRAINERS else [])]
+    modules = [*([PLATFORM] if cpu else []), *([_OURS] if way.startswith("rlrefit_") else [])]
     command += [*([f"+{_MODULES}='{','.join(modules)}'"] if modules else []), *overrides]
     variables = {**os.environ, **(environment(folder) if cpu else {}), **own}
     metrics.unlink(missing_ok=True)  # verl would append to those of a run before
@@ -101,25 +116,46 @@ def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, An
         }
         for line in _lines(metrics)
     ]
-    seconds = [step["timing_s/update_weights"] for step in steps if "timing_s/update_weights" in step]
+    updates = [step for step in steps if _UPDATE in step]
     print(f"{way}: ended with exit code {code}" + (f"; see the end of {log}" if code else ""), flush=True)
     return {
         "way": way,
         "exit_code": code,
         "seconds": round(time.monotonic() - start, 1),
         # The first joins the workers.
-        "update_seconds_warm": statistics.median(seconds[1:]) if len(seconds) > 1 else None,
+        "update_seconds_warm": _medians(updates[1:]),
         "steps": steps,
     }
+
+
+def _medians(updates: list[dict[str, Any]]) -> dict[str, float]:
+    """By part of an update, the whole first; no part without an update that tells it."""
+    told: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            if name.startswith(_UPDATE) or name.endswith("seconds"):
+                told.setdefault(name, []).append(value)
+    return {
+        name: statistics.median(told[name]) for name in sorted(told, key=lambda name: (name != _UPDATE, name))
+    }
+
+
+def _parts(told: dict[str, Any]) -> str:
+    """Seconds of the stages of an update, in order, and of the whole what the checkpoint engine itself took."""
+    found = [f"{name.removeprefix(_STAGE)} {told[name]:.3f}" for name in told if name.startswith(_STAGE)]
+    own = f"{_PREFIX}seconds"
+    return ", ".join([*found, *([f"the engine itself {told[own]:.3f}"] if own in told else [])])
 
 
 def _show(way: str, metrics: Path, shown: int) -> int:
     lines = _lines(metrics)
     for line in lines[shown:]:
         told = [f"step {line['step']}"]
-        for name, unit in (("critic/rewards/mean", ""), ("timing_s/update_weights", " s")):
+        for name, unit in (("critic/rewards/mean", ""), (_UPDATE, " s")):
             if name in line["data"]:
                 told.append(f"{name} {line['data'][name]:.3f}{unit}")
+        if parts := _parts(line["data"]):
+            told[-1] += f" ({parts})"
         print(f"{way}: {', '.join(told)}", flush=True)
     return len(lines)
 
@@ -147,8 +183,14 @@ def main(given: list[str]) -> int:
     )
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
-    ways = asked.ways or (["nccl_xfer_shards", "rlrefit_sync"] if asked.cpu else [*WAYS])
+    ways = asked.ways or (
+        ["nccl_xfer_shards", "rlrefit_separate_async", "rlrefit_sync"]
+        if asked.cpu
+        else [way for way in WAYS if way not in _OF_TRUE_SHAPES]
+    )
     wrong = [f"no way is named {way}; choose from {', '.join(WAYS)}" for way in ways if way not in WAYS]
+    if not asked.model:
+        wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
         gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
         wrong = missing(0 if asked.cpu else gpus)

@@ -1,7 +1,18 @@
 """Pure arithmetic of layouts: boxes, meshes and placements. Knows of no model and no transport."""
 
 from .axes import Axes, common_axes
-from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, subtract_all, volume
+from .boxes import (
+    Box,
+    BoxIndex,
+    box_of,
+    coverage_gap,
+    intersect,
+    overlap,
+    split,
+    subtract,
+    subtract_all,
+    volume,
+)
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
 from .fragments import Encoding, Fragment, Misfit, local_slice
 from .mesh import Mesh
@@ -10,6 +21,7 @@ from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chu
 __all__ = [
     "Axes",
     "Box",
+    "BoxIndex",
     "Encoding",
     "Fragment",
     "Mesh",

@@ -7,8 +7,9 @@ that travel. Plain tuples keep them hashable, comparable and cheap to send as JS
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
@@ -96,6 +97,30 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
             if intersect(boxes[i], boxes[j]) is not None:
                 return i, j
     return None
+
+
+class BoxIndex:
+    """Finds those of many boxes that a box may meet, by their first dimension: experts of one tensor are hundreds of boxes.
+
+    Args:
+        boxes: of one tensor, in any order; they may overlap.
+    """
+
+    def __init__(self, boxes: Sequence[Box]):
+        self._boxes = boxes
+        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i][:1])
+        first = [boxes[i][0] for i in self._order if boxes[i]]
+        self._starts = [start for start, _ in first]
+        # How far those up to each place reach.
+        self._reach = list(accumulate((stop for _, stop in first), max))
+
+    def near(self, box: Box) -> list[int]:
+        """Indices of the boxes whose range of the first dimension meets that of ``box``, ascending; of scalars, all."""
+        if not box:
+            return list(range(len(self._boxes)))
+        start, stop = box[0]
+        found = self._order[bisect_right(self._reach, start) : bisect_left(self._starts, stop)]
+        return sorted(i for i in found if self._boxes[i][0][1] > start)
 
 
 def coverage_gap(target: Box, pieces: Iterable[Box]) -> Box | None:

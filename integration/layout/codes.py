@@ -35,7 +35,7 @@ class Codes(Protocol):
     base: int
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
-        """The tensor as the step takes it. ``digits``: int64 ``[*shape]``, each one more than it is; 0 for none."""
+        """The tensor as the step takes it. ``digits``: uint8 ``[*shape]``, each one more than it is; 0 for none."""
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
         """The digits of all elements in the order of memory, each one more than it is; 0 for none.
@@ -54,8 +54,7 @@ class Nibbles:
     base: int = 15
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
-        codes = digits.to(torch.uint8)
-        return codes[..., 0::2] | (codes[..., 1::2] << 4)
+        return digits[..., 0::2] | (digits[..., 1::2] << 4)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
         flat = _bytes(made)
@@ -84,7 +83,7 @@ class Letters:
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
         table = torch.tensor((0, *self.letters), dtype=torch.uint8, device=digits.device)
-        return table[digits].view(self.dtype)
+        return table[digits.int()].view(self.dtype)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
         table = torch.full((256,), -1, dtype=torch.int64, device=made.device)
@@ -95,6 +94,27 @@ class Letters:
         if bool((digits < 0).any()):
             raise NotRearranged("bytes became others than bytes of their value become")
         return digits
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Numbers of several bytes, which the step leaves as they are: each byte counts as an element.
+
+    Attributes:
+        shape: of the tensor, whose last dimension is counted in bytes.
+        dtype: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int = 8
+    base: int = 255
+
+    def write(self, digits: torch.Tensor) -> torch.Tensor:
+        return digits.view(self.dtype)
+
+    def read(self, made: torch.Tensor) -> torch.Tensor:
+        return _bytes(made)
 
 
 def _bytes(made: torch.Tensor) -> torch.Tensor:
@@ -133,11 +153,11 @@ def find_codes(
         for power in range(max(powers.values())):
             given = dict(beside())
             for name, codes in tensors.items():
-                digits = torch.zeros(codes.shape, dtype=torch.int64, device=device)
+                digits = torch.zeros(codes.shape, dtype=torch.uint8, device=device)
                 if power < powers.get(name, 0):
                     line = tuple(slice(None) if d == dim else 0 for d in range(len(codes.shape)))
                     numbers = torch.arange(codes.shape[dim], device=device)
-                    digits[line] = numbers // codes.base**power % codes.base + 1
+                    digits[line] = (numbers // codes.base**power % codes.base + 1).to(torch.uint8)
                 given[name] = codes.write(digits)
             made = step(given)
             for name, codes in tensors.items():

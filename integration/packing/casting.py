@@ -11,7 +11,7 @@ from .copies import JoinedCopies
 from .encoded import EncodedPair, EncodedView, Encoder
 from .host import WeakView
 from .strided import Strided
-from .tables import CAST_DTYPES, CastTable
+from .tables import FLOAT_DTYPES, CastTable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cast:
         return tuple(view)
 
     def has_kernel(self, source: torch.dtype) -> bool:
-        return {source, self.dtype} <= CAST_DTYPES
+        return {source, self.dtype} <= FLOAT_DTYPES
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
         by_type: dict[torch.dtype, list[tuple[Strided, Strided]]] = {}

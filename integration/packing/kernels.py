@@ -118,6 +118,33 @@ def cast_segments(
 
 
 @triton.jit
+def largest_magnitudes(
+    tiles,
+    rows,
+    out,
+    COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    SOURCE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """The largest magnitude of side a of each row into ``out[slot]``, as the bits of FP32, of which NaN's are the largest.
+
+    As in :func:`cast_segments`, all counts in elements.
+    """
+    a, _, offset_a, _, mask, slot = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
+    source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
+    lane = tl.arange(0, LANES)[None, :]
+    value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0.0)
+    if tl.bfloat16 == SOURCE:
+        bits = (value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+    else:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(out + slot, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
 def _mix(x):
     x = x * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9

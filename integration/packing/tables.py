@@ -17,8 +17,9 @@ _COPY_TILE, _COPY_WARPS = 1024, 8
 _CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
 # Of up to 16 elements each.
 _CAST_TILE = 512
-# Between any two of which the kernel casts.
-CAST_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_MAGNITUDE_TILE, _MAGNITUDE_WARPS = 256, 4
+# Whose numbers the kernels read; they cast between any two.
+FLOAT_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class Launch:
@@ -196,6 +197,51 @@ class ChecksumTable:
         """Add the checksums to ``out``, whose rows of this table have to be zero before."""
         for launch in self._launches:
             launch(out)
+
+
+class MagnitudeTable:
+    """The largest magnitude of each of many views; as :class:`CopyTable` otherwise."""
+
+    def __init__(self, launches: Sequence[Launch], views: int, device: torch.device):
+        self._launches = launches
+        self._views = views
+        self._device = device
+
+    @staticmethod
+    def build(views: Sequence[torch.Tensor], device: torch.device) -> MagnitudeTable:
+        """A table of views of FP32, BF16 or FP16, any strides.
+
+        Raises:
+            ValueError: memory that is not aligned to its elements.
+        """
+        from .kernels import FLOATS, largest_magnitudes
+
+        by_dtype: dict[torch.dtype, list[tuple[Strided, Strided, int]]] = {}
+        for slot, view in enumerate(views):
+            memory = _in_elements(Strided.of(view))
+            packed = Strided.packed(0, memory.shape, 1)
+            by_dtype.setdefault(view.dtype, []).append((memory, packed, slot))
+        like = torch.empty(1, dtype=torch.int32, device=device)
+        launches = [
+            Launch(
+                largest_magnitudes,
+                _MAGNITUDE_WARPS,
+                t,
+                (COLUMNS, FLOATS[dtype], dtype.itemsize, t.unit, _MAGNITUDE_TILE, t.nested),
+                device,
+                (like,),
+            )
+            for dtype, triples in by_dtype.items()
+            for t in build_tables(collapse(triples), _MAGNITUDE_TILE)
+        ]
+        return MagnitudeTable(launches, len(views), device)
+
+    def compute(self) -> torch.Tensor:
+        """FP32 ``[views]``, NaN or infinity of a view that holds one; on the current stream."""
+        bits = torch.zeros(self._views, dtype=torch.int32, device=self._device)
+        for launch in self._launches:
+            launch(bits)
+        return bits.view(torch.float32)
 
 
 def copy_rows(pairs: Iterable[tuple[Strided, Strided]], most: int | None = None) -> Ints:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..layout import Box, coverage_gap, intersect, overlap, split, subtract, volume
+from ..layout import Box, BoxIndex, coverage_gap, intersect, overlap, split, subtract, volume
 from ..weights.manifest import TensorSpec
 from .classes import TensorClass
 
@@ -27,18 +27,21 @@ def cut(wanted: tuple[Box, ...], held: tuple[Box, ...], max_elements: int) -> tu
     hold in part. Parts that nobody holds are left out; :func:`check` reports them.
     """
     by_size = sorted(range(len(held)), key=lambda i: (volume(held[i]), held[i]))
+    place = {i: number for number, i in enumerate(by_size)}
+    held_index = BoxIndex(held)
     segments: list[HeldSegment] = []
     for box in wanted:
+        near = held_index.near(box)
         # What no held box seen so far covers.
         open_boxes = [box]
-        for index in by_size:
+        for index in sorted(near, key=place.__getitem__):
             rest: list[Box] = []
             for part in open_boxes:
                 common = intersect(part, held[index])
                 if common is None:
                     rest.append(part)
                     continue
-                holders = tuple(i for i in range(len(held)) if intersect(common, held[i]) == common)
+                holders = tuple(i for i in near if intersect(common, held[i]) == common)
                 segments.extend(HeldSegment(small, holders) for small in split(common, max_elements))
                 rest.extend(subtract(part, held[index]))
             open_boxes = rest
@@ -83,8 +86,9 @@ def _defects(
     clash = overlap(wanted)
     if clash is not None:
         return (wanted[clash[0]], wanted[clash[1]]), None
+    index = BoxIndex(held)
     for box in wanted:
-        gap = coverage_gap(box, held)
+        gap = coverage_gap(box, [held[i] for i in index.near(box)])
         if gap is not None:
             return None, (box, gap)
     return None, None

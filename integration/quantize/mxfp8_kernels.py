@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..packing.kernels import to_bf16
 from .fp8_kernels import e4m3
+from .nvfp4_kernels import in_fp32
 
 
 @triton.jit
@@ -55,14 +55,7 @@ def quantize_mxfp8(
     r = down[:, None]
     c = over[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = inside[:, None] & (c >= 0)
-    x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0)
-    if ROUND:
-        x = to_bf16(x.to(tl.float32))
-    if x.dtype == tl.bfloat16:
-        # By its bits: Triton's interpreter makes zeros of the smallest.
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = x.to(tl.float32)
+    x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
     # Sizes in the order of their bits as integers, NaN above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     if SATURATES:

@@ -108,9 +108,8 @@ def dequantize(
         ValueError: the scales do not fit.
     """
     codes = unpack(packed)
-    values = torch.tensor(_VALUES_WITH_SIGN, dtype=torch.float32, device=packed.device)[codes.int()]
     per_block = scale.float() * _per_row(scale_2, codes)
-    return (values * blocks.spread(per_block, codes.shape, (BLOCK,))).to(dtype)
+    return (values(codes) * blocks.spread(per_block, codes.shape, (BLOCK,))).to(dtype)
 
 
 def fake_quantize(
@@ -152,6 +151,27 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The codes of :func:`pack`: ``uint8`` ``[..., k]``."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers that codes stand for: FP32, of their shape."""
+    return torch.tensor(_VALUES_WITH_SIGN, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def magnitudes(scaled: torch.Tensor) -> torch.Tensor:
+    """The codes without signs (``uint8``) that are nearest to the numbers' sizes, ties to the even one, saturating."""
+    size = scaled.abs()
+    code = (size > 0.25).to(torch.uint8)
+    for bound, tie_goes_up in (
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    ):
+        code += (size >= bound) if tie_goes_up else (size > bound)
+    return code
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -206,16 +226,5 @@ def _block_scales(amax: torch.Tensor, g: torch.Tensor, arithmetic: Arithmetic) -
 
 
 def _codes(scaled: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 code, ties to the even one, saturating; a negative number's sign stays when it rounds to 0."""
-    size = scaled.abs()
-    code = (size > 0.25).to(torch.uint8)
-    for bound, tie_goes_up in (
-        (0.75, True),
-        (1.25, False),
-        (1.75, True),
-        (2.5, False),
-        (3.5, True),
-        (5.0, False),
-    ):
-        code += (size >= bound) if tie_goes_up else (size > bound)
-    return code | ((scaled < 0).to(torch.uint8) << 3)
+    """The nearest E2M1 code; a negative number's sign stays when it rounds to 0."""
+    return magnitudes(scaled) | ((scaled < 0).to(torch.uint8) << 3)

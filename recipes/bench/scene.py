@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -138,10 +139,19 @@ def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
     model = open_model(name, dtype)
     if layers is None:
         return model
-    config = {**model.config, "num_hidden_layers": min(layers, model.architecture.layers)}
-    if "hybrid_override_pattern" in config:
-        config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
-    return Model(model.name, config, dtype)
+    count = min(layers, model.architecture.layers)
+    text = model.config.get("text_config")
+    if text is None:
+        return Model(model.name, _shortened(model.config, count), dtype)
+    return Model(model.name, {**model.config, "text_config": _shortened(text, count)}, dtype)
+
+
+def _shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Keys of a language model of fewer layers."""
+    kinds = {
+        key: config[key][:layers] for key in ("hybrid_override_pattern", "layer_types") if config.get(key)
+    }
+    return {**config, "num_hidden_layers": layers, **kinds}
 
 
 def _served_model(model: Model, options: RunOptions) -> Model:

@@ -79,9 +79,8 @@ class Storage:
             for part in param.parts:
                 if part.name in left_out:
                     continue
-                held = Fragment(
-                    part.name, tuple(part.full_shape), part.box, tensor[part.index], axes=part.axes
-                )
+                own = tensor[part.index].T if part.turned else tensor[part.index]
+                held = Fragment(part.name, tuple(part.full_shape), part.box, own, axes=part.axes)
                 covered += held.view.numel()
                 found = [held]
                 if part.name in axes:

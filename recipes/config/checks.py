@@ -32,7 +32,7 @@ CHOICES = {
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
-    "generation.weight_dtype": ("auto", "fp8", "mxfp8"),
+    "generation.weight_dtype": ("auto", "fp8", "mxfp4", "mxfp8"),
     "policy.qat": ("off", "w4a4", "w4a16"),
 }
 
@@ -269,11 +269,11 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     quantizes, dtype = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype
     if stored in bad:
         return
-    if quantizes and dtype == "auto":
+    made = dtype in ("fp8", "mxfp8")
+    if quantizes and not made:
         yield Violation(
             (key, stored),
-            f"{key}: the engine keeps its weights in the dtype of the model, so that nothing is to be quantized; give "
-            f"{stored}=fp8, or false here",
+            f"{key}: the engine keeps no weights in FP8, so that nothing is to be quantized so; give {stored}=fp8, or false here",
         )
     if dtype == "mxfp8" and config.generation.backend != "vllm":
         yield Violation(
@@ -300,11 +300,38 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             (stored, "generation.backend", key),
             f"{stored}: the {config.generation.backend} engine does not quantize weights itself; give {key}=true",
         )
-    if quantizes and dtype != "auto" and config.model.dtype not in ("auto", "bfloat16", "float16"):
+    if quantizes and made and config.model.dtype not in ("auto", "bfloat16", "float16"):
         yield Violation(
             (key, "model.dtype"),
             f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
         )
+
+
+def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_mxfp4", "generation.weight_dtype"
+    quantizes, mxfp4 = config.policy.refit.trainer_quantize_mxfp4, config.generation.weight_dtype == "mxfp4"
+    if quantizes and not mxfp4 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine does not keep experts in MXFP4; give {stored}=mxfp4, or false here",
+        )
+    if not mxfp4:
+        return
+    for other, wrong, why in (
+        (key, not quantizes, "vLLM packs nothing itself; give true"),
+        (
+            "generation.backend",
+            config.generation.backend != "vllm",
+            "refits bring packed experts to vLLM alone; give vllm",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16"),
+            "vLLM computes with MXFP4 in bfloat16 alone; give that",
+        ),
+    ):
+        if wrong:
+            yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")
 
 
 def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
@@ -700,6 +727,7 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     _fp8_weights,
+    _mxfp4_weights,
     _fp8_parameters,
     _qat,
     sglang_violations,

@@ -19,7 +19,7 @@ from .machine import (
     resolve_data_path,
     weight_violations,
 )
-from .model import catalog_model, catalog_violations, local_hf_config, shape_violations
+from .model import catalog_model, catalog_violations, local_hf_config, shape_violations, size_violations
 from .schema import TrainConfig
 from .schema_check import check_tree
 
@@ -42,7 +42,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = Fa
             ``defaults`` may name bundled ones.
         overrides: ``key=value`` in Hydra's grammar.
         to_run: checked for what a run needs besides: the packages of this Python, in which its trainer and engines start, a
-            model's weights, and a name of its own.
+            model's weights, GPUs for a large one, and a name of its own.
 
     Returns:
         The configuration, checked against the schema, in itself, against the files it names, this machine's
@@ -86,7 +86,13 @@ def model_violations(config: TrainConfig, hf_config: Any) -> list[str]:
 
 
 def _run_checks(config: TrainConfig) -> list[Violation]:
-    return [*package_violations(config), *weight_violations(config), *name_violations(config)]
+    on_cpus = config.ray.address is None and not torch.cuda.device_count()
+    return [
+        *package_violations(config),
+        *weight_violations(config),
+        *name_violations(config),
+        *(size_violations(config, "torch finds no GPU on this machine") if on_cpus else ()),
+    ]
 
 
 def _model_checks(config: TrainConfig) -> list[Violation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
 
-_PREDICTION_LAYERS = "num_nextn_predict_layers"
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
+_MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -66,11 +70,33 @@ def catalog_model(config: TrainConfig) -> Model | None:
     if name not in bundled_models():
         raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
     model = open_model(name)
-    return (
-        replace(model, config={**model.config, _PREDICTION_LAYERS: 0})
-        if _PREDICTION_LAYERS in model.config
-        else model
-    )
+    text = model.config.get("text_config")
+    whole = _without_prediction(model.config)
+    config_keys = whole if text is None else whole | {"text_config": _without_prediction(text)}
+    return model if config_keys == model.config else replace(model, config=config_keys)
+
+
+def _without_prediction(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: 0 if key in _PREDICTION_LAYERS else value for key, value in keys.items()}
+
+
+def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
+    """A bundled model that CPUs would load for long and never train.
+
+    Args:
+        config: the recipe.
+        lack: who finds no GPU, and where, for the text.
+    """
+    name = config.model.catalog or bundled_name(config.model.path)
+    if name not in bundled_models():
+        return
+    parameters = sum(math.prod(spec.shape) for spec in open_model(name).specs())
+    if parameters > _MOST_ON_CPUS:
+        yield Violation(
+            ("model.path", "model.catalog", "ray.address"),
+            f"model.path: {config.model.path} has {parameters / 1e9:.3g} billion parameters, too many for CPUs, and {lack}; start "
+            "it where there are some, or give ray.address of a cluster that has them",
+        )
 
 
 def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
@@ -78,11 +104,14 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
     model = catalog_model(config)
     if model is None:
         return []
-    text = hf_config.get("text_config") or hf_config
+    theirs = language_model(hf_config) | {"model_type": hf_config.get("model_type")}
+    ours = language_model(model.config) | {"model_type": model.config["model_type"]}
+    if ours.get("architectures") == theirs.get("architectures") is not None:
+        del ours["model_type"]  # a class may be published under another name than its configuration's own
     differences = [
-        f"{key} is {text[key]!r} and not {value!r}"
-        for key, value in model.config.items()
-        if not key.startswith("_") and key != _PREDICTION_LAYERS and key in text and text[key] != value
+        f"{key} is {theirs[key]!r} and not {value!r}"
+        for key, value in ours.items()
+        if not key.startswith("_") and key not in _PREDICTION_LAYERS and theirs.get(key, value) != value
     ]
     if not differences:
         return []
@@ -161,6 +190,17 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 found.append(
                     Violation(("policy.qat", "model.path"), f"policy.qat: {config.policy.qat}, but {problem}")
                 )
+    if config.generation.weight_dtype == "mxfp4":
+        for wrong, problem in (
+            (text.get("model_type") != "gpt_oss", "only GPT-OSS's experts are packed so; give auto"),
+            (
+                quantization_of(hf_config),
+                "the trainer starts from BF16, and the checkpoint is quantized; give a copy in BF16",
+            ),
+        ):
+            if wrong:
+                keys = "generation.weight_dtype", "model.path"
+                found.append(Violation(keys, f"generation.weight_dtype: mxfp4, but {problem}"))
     if experts is not None:
         name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="keys of the recipe to override, as rlrefit train takes them",
+        help="recipe=NAME, and keys of the recipe to override, as rlrefit train takes them",
     )
     add("--model", help="bundled short name, path of a config.json or its folder, or hub name")
     add(

@@ -7,13 +7,20 @@ import fnmatch
 import functools
 import importlib
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _INDEX = "model.safetensors.index.json"
+# A name by which Bridge knows how published checkpoints are written: with experts in one tensor, with the encoder's prefix.
+_PUBLISHED = {
+    "gemma3": "vision_tower.vision_model.post_layernorm.weight",
+    "qwen3_5_moe": "model.language_model.layers.0.mlp.experts.gate_up_proj",
+    "qwen3_5_moe_text": "model.layers.0.mlp.experts.gate_up_proj",
+    "qwen3_vl_moe": "model.language_model.layers.0.mlp.experts.gate_up_proj",
+}
 
 
 def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
@@ -22,14 +29,14 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     Args:
         auto_bridge: the class.
         path: of a ``config.json`` or of its folder. If the folder has an index of safetensors, Bridge sees the
-            index's names; otherwise the names that transformers would save.
+            index's names; otherwise all, written as published checkpoints are.
 
     Raises:
         OSError, ValueError: there is no such file, transformers can't read it, or Bridge has no model of it.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from transformers import AutoConfig, GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     # transformers would take any other text for a hub name, and wait for the network.
     if not config_file(path).is_file():
@@ -37,7 +44,12 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not config.architectures:
         # Bridge goes by the name of the class that was saved; the configuration's own one is the default.
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        classes = (
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            if hasattr(config, "vision_config")
+            else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )
+        config.architectures = [classes[config.model_type]]
 
     class WithoutWeights(PreTrainedCausalLM):  # type: ignore[misc]
         state = _State(_names(Path(path), config))
@@ -57,34 +69,44 @@ def config_file(path: str | Path) -> Path:
 class _State(dict[str, torch.Tensor]):
     """Stands for a checkpoint's tensors where Bridge asks which there are; it holds none."""
 
-    def __init__(self, names: Container[str]):
+    def __init__(self, names: Collection[str]):
         super().__init__()
         self.source = self
         self._names = names
 
-    def get_all_keys(self) -> Container[str]:
+    def get_all_keys(self) -> Collection[str]:
         return self._names
 
     def has_glob(self, pattern: str) -> bool:
-        """Whether a name matches, which Bridge asks to find experts that are stacked; without an index they are separate."""
-        return isinstance(self._names, frozenset) and bool(fnmatch.filter(self._names, pattern))
+        """Whether a name matches, which Bridge asks to find experts that are stacked."""
+        return bool(fnmatch.filter(self._names, pattern))
 
 
-class _AllButTied:
-    """The names of a checkpoint that has everything: of tied embeddings, transformers saves one."""
+class _AllButTied(Collection[str]):
+    """The names of a checkpoint that has everything: of tied embeddings, transformers saves one.
 
-    def __init__(self, tied: bool):
-        self._tied = tied
+    Who walks through them finds ``told`` alone, by which Bridge knows how the checkpoint is written.
+    """
+
+    def __init__(self, tied: bool, told: tuple[str, ...]):
+        self._tied, self._told = tied, told
 
     def __contains__(self, name: object) -> bool:
         return not (self._tied and str(name).endswith("lm_head.weight"))
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._told)
 
-def _names(path: Path, config: Any) -> Container[str]:
+    def __len__(self) -> int:
+        return len(self._told)
+
+
+def _names(path: Path, config: Any) -> Collection[str]:
     index = (path if path.is_dir() else path.parent) / _INDEX
     if index.is_file():
         return frozenset(json.loads(index.read_text())["weight_map"])
-    return _AllButTied(bool(config.get_text_config().tie_word_embeddings))
+    told = _PUBLISHED.get(config.model_type)
+    return _AllButTied(bool(config.get_text_config().tie_word_embeddings), (told,) if told else ())
 
 
 @contextlib.contextmanager
@@ -117,6 +139,14 @@ def accept_any_attention() -> None:
         real(self, config, *args, **kwargs)
 
     DotProductAttention.__init__ = init
+
+
+def accept_delta_nets() -> None:
+    """Build gated delta nets without their kernels: parameters only."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    common.HAVE_FLA = True
+    gdn.chunk_gated_delta_rule = gdn.torch_chunk_gated_delta_rule
 
 
 def accept_mamba() -> None:

@@ -26,7 +26,13 @@ from ...workers.trainers.megatron import cpu_standins, enumeration
 from ...workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 from ...workers.trainers.megatron.source import MegatronSource, Survey
 from .catalog import TrainLayout
-from .offline_bridge import accept_any_attention, accept_mamba, config_only_bridge, replaced
+from .offline_bridge import (
+    accept_any_attention,
+    accept_delta_nets,
+    accept_mamba,
+    config_only_bridge,
+    replaced,
+)
 
 # Makes the model chunks of one rank.
 ModelOf = Callable[[int], AbstractContextManager[list[Any]]]
@@ -38,6 +44,7 @@ def main(path: str) -> None:
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     auto_bridge = cpu_standins.ensure_megatron()
     accept_any_attention()
+    accept_delta_nets()
     answers = [_answer(auto_bridge, question) for question in json.load(sys.stdin)]
     Path(path).write_text(json.dumps(answers))
 

@@ -95,6 +95,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "the same matrices"
             ],
         )
+    if config.policy.refit.trainer_quantize_mxfp4:
+        raise ConfigError(
+            config.name,
+            [
+                "policy.refit.trainer_quantize_mxfp4: true sends experts packed in MXFP4, and plans are of weights in BF16 or FP8; plan "
+                "with false and generation.weight_dtype=auto, which tells the same routes of all other weights"
+            ],
+        )
     train = _fsdp(config) if trainer.backend == "fsdp" else _megatron(trainer)
     gen = GenLayout(
         tp=generation.tensor_parallel,

@@ -50,8 +50,16 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
-    if generation.weight_dtype != "auto" and not quantization_of(hf_config or {}):
+    if generation.weight_dtype in ("fp8", "mxfp8") and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
+    if generation.weight_dtype == "mxfp4":
+        # The engine expects packed experts, which the checkpoint lacks, so the first refit brings all weights. Of the kernels before
+        # Blackwell's, Marlin's alone has them where refits can write.
+        arguments |= {
+            "hf_overrides": {"quantization_config": {"quant_method": "mxfp4"}},
+            "load_format": "dummy",
+            "moe_backend": "marlin",
+        }
     if config.policy.qat != "off":
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")

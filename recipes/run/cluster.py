@@ -59,16 +59,24 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
                 logging_level=logging.ERROR,
             )
         else:
+            _require_listener(config.address)
             ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, OSError) as error:
-        where = config.address or "on this machine"
+        where = f"at {config.address}" if config.address else "on this machine"
         raise RunError(
-            f"no Ray cluster {where}: {error}. Give ray.address of a running cluster, or null to start one here."
+            f"no Ray cluster {where}: {str(error).rstrip('.')}. Give ray.address of a running cluster, or null to start one here."
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """An ``OSError`` where nothing listens at ``host:port``; Ray itself tries such an address for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # and not "auto"
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_JOINING_S).close()
 
 
 class ActorGroup:

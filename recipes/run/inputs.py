@@ -52,9 +52,14 @@ class RunInputs:
         except (ValueError, OSError) as error:
             unreadable = (
                 f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
-                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself"
+                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself, "
+                "with its tokenizer's files"
             )
             raise ConfigError(config.name, [unreadable]) from error
+        # What transformers makes of a folder that has none of the tokenizer's files.
+        if len(self.tokenizer) <= len(set(self.tokenizer.all_special_ids)):
+            bare = f"model.path: {folder} has no tokenizer; copy the model's own (tokenizer.json and what belongs to it) there"
+            raise ConfigError(config.name, [bare])
         # The tokenizer's is what its chat template ends turns with, which the checkpoint's own need not have.
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         self.stop_token_ids = tuple(dict.fromkeys([*own, *ending]))

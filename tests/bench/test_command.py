@@ -9,12 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from rlrefit.recipes.bench import measure
 from rlrefit.recipes.bench.launch import run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.bench.ranks import BenchRanks
-from rlrefit.recipes.bench.scene import set_up
+from rlrefit.recipes.bench.scene import open_shortened, set_up
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 from tests.catalog.shrunken import BLOCK_CONFIGS, CONFIGS
@@ -153,6 +154,13 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         "fp8 is made of",
     )
     assert [part for part in parts if part not in said] == []
+
+
+def test_fewer_layers_of_a_language_model_leave_its_image_encoder_whole():
+    whole, short = (open_shortened("qwen3.5-4b", torch.bfloat16, layers) for layers in (None, 5))
+    names = {spec.name for spec in whole.specs()} - {spec.name for spec in short.specs()}
+    assert short.architecture.layers == 5
+    assert {name.split(".")[3] for name in names} == {str(i) for i in range(5, 32)}
 
 
 def options(moe, **changes):

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +18,13 @@ SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
 
 
 def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_delta_nets, accept_mamba
     from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
     auto_bridge = ensure_megatron()
     accept_any_attention()
     accept_mamba()
+    accept_delta_nets()
     return [_one(auto_bridge, case) for case in cases]
 
 
@@ -34,15 +38,19 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
         config = AutoConfig.for_model(**case["config"])
         config.architectures = [case["architecture"]]
         bridge = auto_bridge.from_hf_config(config)
+        if case["names"] is not None:
+            bridge = _with_names(auto_bridge, config, case["names"])
         provider = _provider(bridge, case["layout"])
         provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
         model = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=True, bf16=True
         )
-        tasks = _own_tasks(bridge, config, model)
-        result = {"params": [_param(task, config.vocab_size) for task in tasks]}
+        tasks = _own_tasks(bridge, model)
+        exported = {name: tuple(shape) for name, shape in case["exported"].items()}
+        vocabulary = config.get_text_config().vocab_size
+        result = {"params": [_param(task, vocabulary, exported) for task in tasks]}
         if case["specs"]:
-            result["specs"] = _specs(bridge, config, model)
+            result["specs"] = _specs(bridge, model)
         return result
     finally:
         parallel_state.destroy_model_parallel()
@@ -50,6 +58,17 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
         # Each model wants its own choice of attention kernels, and none may be left from the last one.
         for key in [key for key in os.environ if key.startswith("NVTE_")]:
             del os.environ[key]
+
+
+def _with_names(auto_bridge: Any, config: Any, names: list[str]) -> Any:
+    """A bridge that finds ``names`` in the index of the checkpoint."""
+    from rlrefit.recipes.plan.offline_bridge import config_only_bridge
+
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+        Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+        return config_only_bridge(auto_bridge, folder)[1]
 
 
 def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
@@ -70,18 +89,18 @@ def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
     return provider
 
 
-def _own_tasks(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
+def _own_tasks(bridge: Any, model: list[Any]) -> list[Any]:
     real = dist.all_gather_object
     # The fake group would hand out garbage; every rank's names are this rank's, and only its own tasks are read.
     dist.all_gather_object = lambda found, own, group=None: found.__setitem__(slice(None), [own] * len(found))
     try:
-        tasks = bridge._model_bridge.build_conversion_tasks(config, model)
+        tasks = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, model)
     finally:
         dist.all_gather_object = real
     return [task for task in tasks if task is not None and task.param_weight is not None]
 
 
-def _param(task: Any, vocabulary: int) -> dict[str, Any]:
+def _param(task: Any, vocabulary: int, exported: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     from rlrefit.workers.trainers.megatron.rules import Refused, fragments_of_task
 
     weight = task.param_weight
@@ -92,7 +111,7 @@ def _param(task: Any, vocabulary: int) -> dict[str, Any]:
     }
     mapping = task.mapping.hf_param
     try:
-        fragments = fragments_of_task(task)
+        fragments = fragments_of_task(task, exported)
     except Refused as reason:
         names = [mapping] if isinstance(mapping, str) else sorted(mapping.values())
         return result | {"refused": names, "reason": str(reason), "parts": []}
@@ -113,13 +132,15 @@ def _param(task: Any, vocabulary: int) -> dict[str, Any]:
     return result | {"refused": [], "reason": "", "parts": parts}
 
 
-def _specs(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
+def _specs(bridge: Any, model: list[Any]) -> list[Any]:
     from megatron.core import parallel_state
 
     from rlrefit.workers.trainers.megatron import enumeration
 
     enumeration.conversion_tasks = lambda bridge, model: [
-        task for task in bridge._model_bridge.build_conversion_tasks(config, model) if task is not None
+        task
+        for task in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, model)
+        if task is not None
     ]
     specs = enumeration.enumerate_export(
         bridge, model, parallel_state.get_pipeline_model_parallel_group()

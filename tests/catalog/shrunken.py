@@ -48,6 +48,47 @@ _HYBRID: dict[str, Any] = _DENSE | {
     "n_group": 1,
     "topk_group": 1,
 }
+_DELTA_NET: dict[str, Any] = _DENSE | {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_GATED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_IMAGES: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+
+def _with_images(
+    text: dict[str, Any], sections: list[int], vision: dict[str, Any] = _IMAGES
+) -> dict[str, Any]:
+    """A language model's keys in a part of their own, beside an image encoder's."""
+    rope = {"rope_type": "default", "rope_theta": 10000, "mrope_section": sections}
+    return {
+        "text_config": text | ({"rope_parameters": rope} if sections else {}),
+        "vision_config": vision,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_DENSE, "attention_bias": False, "mlp_bias": False},
     "llama-tied": {"model_type": "llama", **_DENSE, "head_dim": 16, "tie_word_embeddings": True},
@@ -130,6 +171,91 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M-M*-",
         "num_hidden_layers": 5,
         "num_nextn_predict_layers": 0,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_DELTA_NET,
+        **_GATED_EXPERTS,
+        # vLLM's own class of its configuration knows this key alone.
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **_DELTA_NET, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **_DELTA_NET, **_GATED_EXPERTS},
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        **_with_images(_DELTA_NET | {"tie_word_embeddings": True}, [1, 1, 0]),
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        **_with_images(_DELTA_NET | _GATED_EXPERTS | {"mtp_num_hidden_layers": 1}, [1, 1, 0]),
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        **_with_images(_DENSE | {"head_dim": 16}, [4, 2, 2], _IMAGES | {"deepstack_visual_indexes": [0, 1]}),
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        **_with_images(
+            # Neither side of an expert's matrices is as long as the other, so that Bridge knows which is turned.
+            _DENSE
+            | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+            | {"norm_topk_prob": True},
+            [4, 2, 2],
+            _IMAGES | {"deepstack_visual_indexes": [0]},
+        ),
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        **_with_images(_DENSE, [2, 1, 1], _IMAGES | {"fullatt_block_indexes": [1]}),
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        **_with_images(
+            _DENSE | {"head_dim": 16, "tie_word_embeddings": True},
+            [],
+            {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "image_size": 16,
+                "patch_size": 4,
+                "vision_use_head": False,
+            },
+        ),
+        "mm_tokens_per_image": 4,
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **{key: value for key, value in _LATENT.items() if key not in ("topk_method", "moe_layer_freq")},
+        "num_nextn_predict_layers": 1,
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **_LATENT,
+        "head_dim": 4,
+        "index_topk": 8,
+        "index_head_dim": 8,
+        "index_n_heads": 4,
+        "indexer_rope_interleave": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "bailing_moe_v2": {
+        "model_type": "bailing_moe_v2",
+        **_DENSE,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "moe_router_enable_expert_bias": True,
     },
 }
 

@@ -44,6 +44,22 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("minimax_m2", GenLayout(tp=8), 5),
     ("nemotron_h-latent", GenLayout(tp=2, ep=2), 1),
     ("nemotron_h-experts", GenLayout(tp=2, pp=2), 1),
+    ("qwen3_next", GenLayout(tp=2, pp=2), 3),
+    ("qwen3_next", GenLayout(tp=4, ep=4), 3),
+    ("qwen3_5_text", GenLayout(tp=4), 1),
+    ("qwen3_5_moe_text", GenLayout(tp=2), 1),
+    ("qwen3_5", GenLayout(tp=2, pp=2), 2),
+    ("qwen3_5_moe", GenLayout(tp=2, ep=2, pp=2), 3),
+    ("qwen3_vl", GenLayout(tp=4), 3),
+    ("qwen3_vl_moe", GenLayout(tp=4), 1),
+    ("qwen3_vl_moe", GenLayout(tp=2, ep=2), 1),
+    ("qwen2_5_vl", GenLayout(tp=2, pp=2), 3),
+    ("gemma3", GenLayout(tp=2), 1),
+    ("gemma3", GenLayout(tp=2, pp=2), 2),
+    ("glm4_moe_lite", GenLayout(tp=4, ep=4), 1),
+    ("glm_moe_dsa", GenLayout(tp=2), 1),
+    ("bailing_moe_v2", GenLayout(tp=8), 3),
+    ("bailing_moe_v2", GenLayout(tp=2, pp=2), 2),
 ]
 # The same in blocks of FP8.
 _BLOCK_CASES: list[tuple[str, GenLayout, int]] = [

@@ -49,7 +49,22 @@ def _train_layouts(draw: st.DrawFn) -> TrainLayout:
 
 
 # One of each kind of layer.
-_KINDS = ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "minimax_m2", "nemotron_h", "nemotron_h-latent")
+_KINDS = (
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "minimax_m2",
+    "nemotron_h",
+    "nemotron_h-latent",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_vl_moe",
+    "qwen2_5_vl",
+    "gemma3",
+    "glm_moe_dsa",
+    "bailing_moe_v2",
+)
 
 
 @st.composite
@@ -78,7 +93,7 @@ def test_trainers_hold_or_refuse_all_that_engines_want_and_holdings_say_what_is_
         assert holdings.rank == train.world_size + rank
     # The planner itself refuses a box that nobody holds.
     manifest = analyse(specs, sources, destinations, bucket_bytes=1 << 20).manifest
-    prediction = model.config["num_hidden_layers"]
+    prediction = model.architecture.layers
     unused = {spec.name for spec in manifest.specs("unused")}
     assert all(is_prediction(other, prediction) for other in unused)
 
@@ -98,7 +113,7 @@ def test_each_element_of_a_placed_weight_stands_once_on_each_replica_of_the_trai
             refused |= set(param.refused)
             taken = np.zeros(param.shape, dtype=np.int64)
             for part in param.parts:
-                view = taken[part.index]
+                view = taken[part.index].T if part.turned else taken[part.index]
                 assert view.shape == tuple(stop - start for start, stop in part.box)
                 view += 1
                 seen = counts.setdefault(part.name, torch.zeros(part.full_shape, dtype=torch.int64))

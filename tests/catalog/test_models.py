@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from rlrefit.recipes.plan.catalog import CatalogError, bundled_models, open_model
+from rlrefit.recipes.plan.catalog import CatalogError, Model, bundled_models, open_model
 
 from .shrunken import CONFIGS
 
@@ -27,7 +27,7 @@ def test_a_config_is_opened_by_its_path_and_by_its_folder(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; known are deepseek_v3, gemma2"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; known are bailing_moe, bailing_moe_v2, deepseek_v3"),
         (CONFIGS["qwen3"] | {"intermediate_size": None}, "'intermediate_size'"),
         # The weights of a language model inside of a larger one have other names.
         ({"model_type": "seeing", "text_config": CONFIGS["qwen3"]}, "seeing"),
@@ -57,17 +57,54 @@ def test_names_that_are_misspelled_or_cannot_be_had_from_the_hub_are_clear_error
         open_model("someone/something")
 
 
+# Their checkpoints have a prediction layer that Bridge leaves out: a layer as the last one, norms and a projection.
+_LEFT_OUT = ("glm-5", "qwen3-next-80b-a3b")
+
+
 @pytest.mark.parametrize("name", bundled_models())
 def test_bundled_models_have_the_published_number_of_parameters(name: str) -> None:
     model = open_model(name)
-    count = sum(prod(spec.shape) for spec in model.specs())
-    if model.config["model_type"] == "nemotron_h":
+    specs = model.specs()
+    count = sum(prod(spec.shape) for spec in specs)
+    if name in _LEFT_OUT:
+        last = f"model.layers.{model.config['num_hidden_layers'] - 1}."
+        hidden = model.config["hidden_size"]
+        count += sum(prod(spec.shape) for spec in specs if spec.name.startswith(last))
+        count += 3 * hidden + 2 * hidden * hidden
+    elif model.config["model_type"] == "nemotron_h":
         # The published number leaves out biases of routers.
-        count -= sum(prod(s.shape) for s in model.specs() if s.name.endswith("e_score_correction_bias"))
-    elif model.config.get("num_nextn_predict_layers"):
-        # Prediction layers have copies of embedding and head, which Bridge leaves out.
+        count -= sum(prod(s.shape) for s in specs if s.name.endswith("e_score_correction_bias"))
+    elif model.config.get("num_nextn_predict_layers") and model.config["model_type"] != "glm4_moe_lite":
+        # Prediction layers have copies of embedding and head, which Bridge leaves out but for GLM-4.7-Flash.
         count += 2 * prod((model.config["vocab_size"], model.config["hidden_size"]))
     if name == "kimi-k2":
         assert count == pytest.approx(1.04e12, rel=0.02)
     else:
         assert count == model.config["_parameters"]
+
+
+def test_layers_of_a_delta_net_are_told_by_their_interval_or_one_by_one() -> None:
+    told = {key: value for key, value in CONFIGS["qwen3_next"].items() if key != "layer_types"}
+    assert Model("told", told).specs() == Model("listed", CONFIGS["qwen3_next"]).specs()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("qwen3_next", {"linear_num_value_heads": 6}, "linear_num_value_heads 6"),
+        ("qwen3_next", {"num_nextn_predict_layers": 1}, "prediction layers"),
+        ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "predicts 2 tokens"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
+        ("bailing_moe_v2", {"use_qkv_bias": True}, "use_qkv_bias"),
+        (
+            "bailing_moe_v2",
+            {"model_type": "bailing_moe", "architectures": ["BailingMoeForCausalLM"]},
+            "bailing_moe",
+        ),
+    ],
+)
+def test_what_the_catalogue_would_lay_out_wrongly_is_refused(
+    name: str, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(CatalogError, match=told):
+        Model(name, CONFIGS[name] | changes).specs()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from rlrefit.recipes.config.load import bundled_recipes, load_config, model_violations
+from rlrefit.recipes.config.load import ConfigError, bundled_recipes, load_config, model_violations
+from rlrefit.recipes.config.model import catalog_violations
 from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
 from rlrefit.recipes.policy.make import policy_config
@@ -27,6 +30,21 @@ def test_a_real_recipe_is_checked_against_the_shapes_of_its_model(recipe: str, v
     assert {"trainer.tensor_parallel", "generation.tensor_parallel"} <= {*told}
 
 
+def test_a_large_model_is_not_started_on_a_machine_without_gpus(data: list[str]) -> None:
+    def told(*overrides: str, gpus: int = 0) -> list[str]:
+        with patch("torch.cuda.device_count", return_value=gpus):
+            try:
+                load_config("grpo_qwen3_4b", [*data, *overrides], to_run=True)
+            except ConfigError as error:
+                return [text.partition(":")[0] for text in error.violations if "billion parameters" in text]
+        return []
+
+    assert told("ray.address=null") == ["model.path"]
+    assert told("ray.address=null", gpus=16) == []
+    assert told("ray.address=auto") == []  # the cluster is asked once it is joined
+    assert told("ray.address=null", "model.path=Qwen/Qwen3-0.6B") == []
+
+
 def test_a_checkpoint_of_other_shapes_than_were_planned_is_told_with_every_difference(violations) -> None:
     config = load_config("grpo_deepseek_v3")
     real = dict(open_model("deepseek-v3").config)
@@ -38,6 +56,24 @@ def test_a_checkpoint_of_other_shapes_than_were_planned_is_told_with_every_diffe
     assert "moe_intermediate_size is 1536 and not 2048" in found
     (found,) = violations("model.catalog=deepseek", recipe="grpo_deepseek_v3")
     assert "model.catalog: 'deepseek' is not bundled; give one of deepseek-v3" in found
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "qwen2.5-vl-7b", "ling-mini-2.0"])
+def test_a_language_model_beside_an_image_encoder_is_compared_wherever_its_keys_stand(name: str) -> None:
+    config = load_config("grpo_deepseek_v3")
+    config = replace(config, model=replace(config.model, catalog=name))
+    real = open_model(name).config
+    text = real.get("text_config", {})
+    flat = {**real, **text, "model_type": real["model_type"]}
+    flat.pop("text_config", None)
+
+    def differences(keys: dict[str, Any]) -> list[str]:
+        return [v.text for v in catalog_violations(config, keys)]
+
+    assert differences(real) == differences(flat) == []
+    assert differences(flat | {"mtp_num_hidden_layers": 3}) == []
+    (found,) = differences(flat | {"hidden_size": 100})
+    assert "hidden_size is 100 and not" in found
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.recipes.algorithms.losses import AGGREGATIONS
 from rlrefit.recipes.config.checks import CHOICES, LEAST, RANGES, config_violations, value_at
 from rlrefit.recipes.config.engines import ENABLED, needs_bfloat16
@@ -18,6 +19,7 @@ VLLM = {"generation.backend": "vllm"}
 FP8 = {"generation.weight_dtype": "fp8"}
 MXFP8 = {"generation.weight_dtype": "mxfp8"}
 QUANTIZES = {"policy.refit.trainer_quantize_fp8": True}
+MXFP4 = VLLM | {"policy.refit.trainer_quantize_mxfp4": True, "generation.weight_dtype": "mxfp4"}
 DAPO = {"algorithm.name": "dapo"}
 SHARED = {ENABLED: True, "trainer.distributed_optimizer": True}
 OFFLOAD = "trainer.optimizer.cpu_offload_fraction"
@@ -57,6 +59,13 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (VLLM | MXFP8, "give policy.refit.trainer_quantize_fp8=true"),
         (VLLM | MXFP8 | QUANTIZES | {"generation.vllm.kv_cache_dtype": "fp8"}, "has not run"),
         (VLLM | MXFP8 | {"model.dtype": "float32"} | QUANTIZES, "BF16 or FP16"),
+        ({"policy.refit.trainer_quantize_mxfp4": True}, "give generation.weight_dtype=mxfp4"),
+        (
+            VLLM | MXFP8 | QUANTIZES | {"policy.refit.trainer_quantize_mxfp4": True},
+            "give generation.weight_dtype=mxfp4",
+        ),
+        (MXFP4 | QUANTIZES, "give generation.weight_dtype=fp8"),
+        (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
         ({"trainer.ranks": 2, TP: 2, "trainer.lora.rank": 3}, "over whose ranks Megatron cuts it"),
         (MEGATRON_LORA | {"trainer.lora.target_modules": ["q_proj", "v_proj"]}, "without k_proj"),
@@ -117,6 +126,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         QUANTIZES | FP8,
         VLLM | FP8,
         VLLM | MXFP8 | QUANTIZES,
+        MXFP4,
+        MXFP4 | {"policy.refit.delta": "always", "trainer.backend": "fsdp", "trainer.distributed_optimizer": False},
         {"trainer.optimizer.warmup_steps": TrainConfig().algorithm.steps},
         {"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": TrainConfig().trainer.optimizer.lr},
         {"reward.function": "my.rewards.score"},
@@ -160,6 +171,20 @@ def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(
 ) -> None:
     found = [v.keys for v in config_violations(config_of(base | values)) if v.keys[0] == "policy.qat"]
     assert {other for _, other in found} == values.keys()
+
+
+def test_all_that_keeps_experts_from_travelling_in_mxfp4_is_told_at_once(config_of) -> None:
+    values = {
+        "policy.refit.trainer_quantize_mxfp4": False,
+        "generation.backend": "transformers",
+        "model.dtype": "float32",
+    }
+    found = [v.keys for v in config_violations(config_of(MXFP4 | values))]
+    assert found == [("generation.weight_dtype", key) for key in values]
+    with pytest.raises(ValueError, match=r"policy\.refit\.trainer_quantize_mxfp4: "):
+        RefitConfig(trainer_quantize_fp8=True, trainer_quantize_mxfp4=True)
+    with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_mxfp4"):
+        RefitConfig(trainer_quantize_mxfp4=True, delta="always", delta_base="optimizer")
 
 
 def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:
@@ -235,6 +260,7 @@ DENSE = {
     "max_position_embeddings": 64,
 }
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
+OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8}
 SEEING = {"model_type": "vlm", "text_config": DENSE}
 
 
@@ -260,6 +286,9 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         ({"generation.max_new_tokens": 60}, DENSE, "shorten either by 12"),
         (MEGATRON_LORA | ALONE, MOE, "transformers keeps experts in one tensor"),
         (MEGATRON_LORA | VLLM | ALONE, MOE, ""),
+        (MXFP4, MOE, "only GPT-OSS's experts"),
+        (MXFP4, OSS, ""),
+        (MXFP4, OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "a copy in BF16"),
     ],
 )
 def test_a_layout_that_the_model_cannot_take_names_its_key_and_size(

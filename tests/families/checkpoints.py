@@ -318,6 +318,12 @@ def _write_ling(folder: Path, keys: dict[str, Any]) -> str:
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_ling_config(folder, keys)
+    return str(folder)
+
+
+def write_ling_config(folder: Path, keys: dict[str, Any]) -> None:
+    """Ling's configuration with the class of it, as published checkpoints bring it."""
     file = "configuration_bailing_moe_v2"
     published = {
         "architectures": ["BailingMoeV2ForCausalLM"],
@@ -330,7 +336,6 @@ def _write_ling(folder: Path, keys: dict[str, Any]) -> str:
     assert core.origin is not None
     # Bridge has a copy of the published file. It is not imported: that would import all of Bridge.
     shutil.copy(Path(core.origin).parents[1] / "bridge" / "models" / "bailing" / f"{file}.py", folder)
-    return str(folder)
 
 
 def write_pair(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 _ZERO_CENTRED = "zero-centred norm: Bridge adds 1 to it on export"
@@ -58,11 +58,9 @@ class Engine:
 
     Attributes:
         misc: each family that has run in it → what its own loader has to take, beside what trainers don't place.
-        unrun: the same of families whose tests are written, and have not run in it yet.
     """
 
     misc: Mapping[str, Parts]
-    unrun: Mapping[str, Parts] = field(default_factory=dict)
 
 
 _DELTA_NET = (("linear_attn.A_log", "vLLM keeps it in FP32"),)
@@ -129,58 +127,33 @@ TRANSFORMERS = Engine(
         (),
     )
 )
-_KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
-_PLUS_ONE = "SGLang's loader also makes of it what kernels compute with, the weight and 1"
-_NORMS = (("layernorm.weight", _PLUS_ONE), ("model.norm.weight", _PLUS_ONE))
-_CONVOLUTION = (
-    ("visual.patch_embed.proj", "SGLang's own convolution is not known to compute with it as it is loaded"),
-)
-_HYBRID = (
-    ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
-    ("mixer.D", _KEPT),
-    ("mixer.dt_bias", _KEPT),
-    ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
-)
+_HYBRID = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
 SGLANG = Engine(
     {
-        **dict.fromkeys(_ALL_IN_PLACE, ()),
-        "gemma2": _NORMS,
-        "glm4_moe": (),
-        "minimax_m2": tuple(
-            (
-                f"self_attn.{x}_norm.weight",
-                "SGLang's norm over all heads is not known to compute with it as it is loaded",
-            )
-            for x in "qk"
-        ),
-        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _CONVOLUTION),
-        "gpt_oss": (
-            ("mlp.experts.gate_up_proj_bias", "SGLang has experts' biases in FP32"),
-            ("mlp.experts.down_proj_bias", "SGLang has experts' biases in FP32"),
-            ("self_attn.sinks", _KEPT),
-        ),
-        "nemotron_h": _HYBRID,
         **dict.fromkeys(
-            ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"),
             (
-                ("linear_attn.A_log", "SGLang keeps it in FP32"),
-                ("linear_attn.dt_bias", _KEPT),
-                (
-                    "mlp.shared_expert_gate.weight",
-                    "torch's own linear layer is not known to be used as it is loaded",
-                ),
-                *_NORMS,
-                ("q_norm.weight", _PLUS_ONE),
-                ("k_norm.weight", _PLUS_ONE),
+                *_ALL_IN_PLACE,
+                "glm4_moe",
+                "glm4_moe_lite",
+                "glm_moe_dsa",
+                "bailing_moe_v2",
+                "minimax_m2",
+                "gpt_oss",
+                "qwen3_next",
+                "qwen3_5_moe",
+                "qwen3_5_moe-stacked",
+                "qwen3_5_text",
+                "qwen3_vl",
+                "qwen3_vl_moe",
+                "qwen3_5",
+                "qwen3_5_moe-vl",
+                "qwen2_5_vl",
+                "gemma3-vl",
             ),
+            (),
         ),
-    },
-    # As their relatives have it.
-    unrun={
-        "glm4_moe_lite": (),
-        "nemotron_h-latent": _HYBRID,
-        "qwen2_5_vl": _CONVOLUTION,
-    },
+        **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), _HYBRID),
+    }
 )
 
 

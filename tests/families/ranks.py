@@ -42,7 +42,7 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], s
 
 def accept_families() -> None:
     """Megatron builds every family here."""
-    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_delta_nets, accept_mamba
     from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
     # Bridge looks for it at every parameter, which takes a fifth of the time where it is not installed.
@@ -50,15 +50,7 @@ def accept_families() -> None:
     ensure_megatron()
     accept_any_attention()
     accept_mamba()
-    _accept_delta_nets()
-
-
-def _accept_delta_nets() -> None:
-    """Gated delta nets are built without their kernels: parameters only."""
-    from megatron.core.ssm.gated_delta_net import common, gdn
-
-    common.HAVE_FLA = True
-    gdn.chunk_gated_delta_rule = gdn.torch_chunk_gated_delta_rule
+    accept_delta_nets()
 
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:

@@ -100,13 +100,19 @@ def page(report: Report) -> str:
         lines.append(f"| {_TITLES[family]} | {layouts} | {_percent(tiny_share(family, None, report))} |")
     lines += [
         "",
-        "| true shapes | placed by the trainer | vLLM | transformers |",
+        "| models, in their true shapes | placed by the trainer | vLLM | transformers |",
         "| --- | --- | --- | --- |",
     ]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in bundled_models():
-        cells = [_true(name, engine) for engine in (VLLM, TRANSFORMERS)]
-        lines.append(f"| {name} | {' | '.join([_percent(true_share(name, None)), *cells])} |")
-    lines += ["", "| family | refused by | weights | why |", "| --- | --- | --- | --- |"]
+        cells = (
+            _percent(true_share(name, None)),
+            *(_true(name, engine) for engine in (VLLM, TRANSFORMERS)),
+        )
+        alike.setdefault(cells, []).append(name)
+    lines += [f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()]
+    lines += ["", "| families | refused by | weights | why |", "| --- | --- | --- | --- |"]
+    refusals: dict[tuple[str, str, str], list[str]] = {}
     for family in _FAMILIES:
         for who, parts in (
             ("the trainer", MISC.get(family, ())),
@@ -115,7 +121,8 @@ def page(report: Report) -> str:
         ):
             for why in dict.fromkeys(why for _, why in parts):
                 names = ", ".join(f"`{part}`" for part, reason in parts if reason == why)
-                lines.append(f"| {_TITLES[family]} | {who} | {names} | {why} |")
+                refusals.setdefault((who, names, why), []).append(_TITLES[family].partition(" (")[0])
+    lines += [f"| {' | '.join(['; '.join(families), *cells])} |" for cells, families in refusals.items()]
     return "\n".join(lines)
 
 
@@ -144,10 +151,10 @@ def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
     return min(shares)
 
 
-def true_share(name: str, engine: Engine | None) -> float:
-    """The same of a bundled model, as ``rlrefit plan`` has it."""
+def true_share(name: str, engine: Engine | None, *, alone: bool = False) -> float:
+    """The same of a bundled model, as ``rlrefit plan`` has it; ``alone``: of its language model without the encoder."""
     sizes = {"bulk": 0, "misc": 0}
-    manifest, of_trainer = _planned(name)
+    manifest, of_trainer = _planned(name, alone)
     for entry in manifest:
         # The plan's engine is vLLM, which leaves aside what the others do.
         route = entry.route
@@ -171,8 +178,9 @@ def planned(model: Model) -> tuple[Manifest, set[str]]:
 
 
 @functools.cache
-def _planned(name: str) -> tuple[Manifest, set[str]]:
-    return planned(open_model(name))
+def _planned(name: str, alone: bool) -> tuple[Manifest, set[str]]:
+    model = open_model(name)
+    return planned(Model(name, model.config["text_config"]) if alone else model)
 
 
 def _told(layout: Layout) -> str:
@@ -194,8 +202,17 @@ def _tiny(family: str, engine: Engine, report: Report) -> str:
 def _true_of(family: str, engine: Engine) -> str:
     if family not in engine.misc:
         return _without(CONFIGS[family], engine)
-    names = [name for name in bundled_models() if _kind(open_model(name).config) == _kind(CONFIGS[family])]
-    shares = sorted(true_share(name, engine) for name in names if not _lacks(engine, name))
+    kind = _kind(CONFIGS[family])
+    configs = {name: open_model(name).config for name in bundled_models()}
+    # Some language models are published with an image encoder alone.
+    found = {name: False for name, config in configs.items() if _kind(config) == kind} or {
+        name: True
+        for name, config in configs.items()
+        if "text_config" in config and _kind(config["text_config"]) == kind
+    }
+    shares = sorted(
+        true_share(name, engine, alone=alone) for name, alone in found.items() if not _lacks(engine, name)
+    )
     return " to ".join(dict.fromkeys(map(_percent, shares[:1] + shares[-1:]))) or "not in the catalogue"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlrefit.integration.packing import ChecksumTable, CopyTable, Strided, checksum
+from rlrefit.integration.packing.tables import MagnitudeTable
 
 from .needs import needs
 
@@ -58,6 +59,25 @@ def test_the_kernels_copy_and_add_up_as_torch_does() -> None:
     out = torch.ones(2, 2, dtype=torch.int64, device=device)
     ChecksumTable.build(live, device, [1] * len(live)).compute(out)
     assert out.tolist() == [[0, 0], checksum(message).tolist()]
+
+
+def test_the_largest_magnitudes_are_torchs() -> None:
+    device = torch.device("cuda", 0)
+    weight = torch.randn(INTERMEDIATE, HIDDEN, device=device)
+    bad = weight.clone()
+    bad[5, 7] = torch.nan
+    views = [
+        weight,
+        weight.bfloat16(),
+        weight.half()[:, 3:],
+        weight.t()[::3],
+        -weight.abs()[7:9],
+        bad.bfloat16(),
+    ]
+    views.append(torch.full((2, 3), -(2.0**-133), device=device).bfloat16())
+    found = MagnitudeTable.build(views, device).compute()
+    wanted = torch.stack([view.float().abs().amax() for view in views])
+    assert torch.equal(found.nan_to_num(nan=-1.0), wanted.nan_to_num(nan=-1.0))
 
 
 def seconds(call: Callable[[], object], repeats: int = 10) -> float:

@@ -11,7 +11,9 @@ from tests.quantize.test_fp8_kernels import (
     compare_kernel_with_torch,
     hard_weights,
 )
+from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4_with_torch
 from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
+from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
 from tests.quantize.weights import same
 
 from .needs import needs
@@ -50,7 +52,17 @@ def test_packed_scales_are_those_of_the_cpu() -> None:
     assert torch.equal(e8m0.to_e8m0(rows.cuda()).cpu(), e8m0.to_e8m0(rows))
 
 
+def test_the_mxfp4_kernel_gives_torchs_bytes() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        compare_mxfp4_with_torch(dtype, torch.device("cuda", 0))
+
+
 def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
     compare_cut_blocks_with_torch(torch.device("cuda", 0))
     compare_mxfp8_with_torch(torch.device("cuda", 0))
+
+
+def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        compare_nvfp4_with_torch(dtype, torch.device("cuda", 0))

@@ -7,16 +7,24 @@ import hashlib
 import torch
 
 from rlrefit.integration.quantize.fp8_blockwise import dequantize
+from rlrefit.workers.engines.vllm.drafters import live_drafter
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
 class PoisonExtension(VllmRefitExtension):
     def poison(self) -> None:
-        """Fill every parameter with its dtype's NaN, but compressed-tensors' scales of a cache, which no trainer here sends."""
+        """Fill every parameter, a drafter's too, with its dtype's NaN, or with bytes of 0xFF if it has none; but not
+        compressed-tensors' scales of a cache, which no trainer here sends."""
+        drafter = live_drafter(self.model_runner)
+        models = [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
         with torch.no_grad():
-            for name, parameter in self.model_runner.get_model().named_parameters():
-                if ".attn._" not in name:
+            for name, parameter in (named for model in models for named in model.named_parameters()):
+                if ".attn._" in name:
+                    continue
+                if parameter.dtype.is_floating_point:
                     parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
+                else:
+                    parameter.data.view(torch.uint8).fill_(0xFF)
 
     def value_digests(self) -> dict[str, str]:
         """SHA-256 of every parameter; of FP8 blocks with the numbers that codes and scales stand for, in FP32."""
@@ -30,6 +38,13 @@ class PoisonExtension(VllmRefitExtension):
             flat = values.contiguous().reshape(-1).view(torch.uint8).cpu()
             found[name] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
         return found
+
+    def mxfp4_backends(self) -> list[str]:
+        """What computes with packed experts in MXFP4 in this worker."""
+        methods = [
+            getattr(module, "quant_method", None) for module in self.model_runner.get_model().modules()
+        ]
+        return sorted({m.mxfp4_backend.name for m in methods if hasattr(m, "mxfp4_backend")})
 
     def nvfp4_kernels(self) -> list[str]:
         """What computes with packed NVFP4 weights in this worker: kernels of linear layers, and backends of experts."""

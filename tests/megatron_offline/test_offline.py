@@ -43,6 +43,8 @@ PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
     "glm4_moe with MTP, 16 ranks": ("glm4_moe", TrainLayout(pp=2, ep=8), 11),
     "nemotron_h, uneven stages": ("nemotron_h", TrainLayout(tp=2, pp=3), 5),
     "llama, one rank": ("llama", TrainLayout(), 0),
+    "experts of one tensor, images, MTP": ("qwen3_5_moe", TrainLayout(tp=2, pp=2, ep=4), 7),
+    "transformers' own image encoder": ("gemma3", TrainLayout(tp=2, pp=2), 1),
     "a model as large as it is": ("qwen3-30b-a3b", TrainLayout(tp=2, ep=8, dp=4), 5),
 }
 _FIELDS = {

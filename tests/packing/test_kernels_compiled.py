@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels, reordering_kernels
-from rlrefit.integration.quantize import fp8_kernels, nvfp4_kernels
+from rlrefit.integration.quantize import fp8_kernels, mxfp4_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
@@ -71,6 +71,13 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
     assert found["st.global.b16"] == 0
 
 
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_the_largest_magnitudes_are_read_16_bytes_at_a_time(source: Any, size: int) -> None:
+    constants = {**_PLACES, "SOURCE": source, "SOURCE_BYTES": size, "LANES": 16, "TILE": 256}
+    found = accesses(kernels.largest_magnitudes, constants, 4, "out")
+    assert found["ld.global.v4.b32"] == 2 * size
+
+
 def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
     found = accesses(reordering_kernels.set_aside, {"TILE": 1024}, 4, "aside")
     assert (found["ld.global.v2.b64"], found["st.global.v2.b64"]) == (8, 8)
@@ -78,7 +85,13 @@ def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("bits", "words", "mapped", "paired"),
-    [(4, 128, False, True), (4, 128, False, False), (8, 16, True, False)],
+    [
+        (4, 128, False, True),
+        (4, 128, False, False),
+        (8, 16, True, False),
+        (8, 16, False, False),
+        (8, 1, False, False),
+    ],
 )
 def test_matrices_are_put_in_order_without_spilling(
     bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path
@@ -91,11 +104,30 @@ def test_matrices_are_put_in_order_without_spilling(
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
 def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
     constants = {"WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4, "UNIT": 16}
+    constants |= {"FLAT": True, "MOST": 2.0**7}
     made = compiled(nvfp4_kernels.quantize_nvfp4, constants, ("scales_2",), num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
-    # Divisions that round as torch's do, and no products that are added before they are rounded.
+    # A thread has 32 elements, of 4 or 8 blocks. It makes reciprocals for the blocks and the global scale, and a quotient of
+    # each block and element. No other product is added before it is rounded.
+    blocks = 2 * size
+    assert made["ptx"].count("div.full") == blocks + 1
+    assert made["ptx"].count("fma.rn") == 2 * (blocks + 1) + 4 * (blocks + 32)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
+    constants = {"WORD": source, "BLOCKS": 128, "ROUND": size == 4, "DOWN": False, "UNIT": 16}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     assert "div.full" not in made["ptx"]
     assert "fma" not in made["ptx"]
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(tmp_path: Path) -> None:
+    constants = {"WORD": tl.bfloat16, "BLOCKS": 128, "ROUND": False, "DOWN": True, "UNIT": 1}
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

@@ -11,7 +11,14 @@ def compare_kernels_with_torch() -> None:
     """Runs in a process of its own, which loads the kernels."""
     import torch
 
-    from rlrefit.integration.packing import CastTable, ChecksumTable, CopyTable, Strided, checksum
+    from rlrefit.integration.packing import (
+        CastTable,
+        ChecksumTable,
+        CopyTable,
+        Strided,
+        checksum,
+    )
+    from rlrefit.integration.packing.tables import MagnitudeTable
 
     cpu = torch.device("cpu")
     weight = torch.randn(96, 64).to(torch.bfloat16)
@@ -63,6 +70,14 @@ def compare_kernels_with_torch() -> None:
     live = [(Strided.of(v), offset) for v, offset in zip(views, offsets, strict=True)]
     ChecksumTable.build(live, cpu, [1] * len(live)).compute(out)
     assert out.tolist() == [[0, 0], checksum(message).tolist()]
+    bad = deep.clone()
+    bad[1, 2, 3, 0, 4] = torch.nan
+    held = [weight, weight[:, 1:4], weight.t()[::3], deep[:, :, ::2, 1:3], deep.half(), -deep.abs(), bad]
+    held += [torch.tensor([[1.0, -torch.inf]]), torch.full((2, 3), -(2.0**-133)).bfloat16(), torch.zeros(5)]
+    largest = torch.stack([torch.linalg.vector_norm(v.float(), torch.inf) for v in held])
+    assert torch.equal(
+        MagnitudeTable.build(held, cpu).compute().nan_to_num(nan=-1.0), largest.nan_to_num(nan=-1.0)
+    )
 
 
 def test_the_kernels_copy_and_add_up_as_torch_does() -> None:

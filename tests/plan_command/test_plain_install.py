@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rlrefit.recipes.cli import main
 from tests.catalog.shrunken import CONFIGS
 
 # As where the extras are not installed; command lines in, what became of each out.
@@ -74,7 +77,17 @@ def test_a_run_that_names_no_recipe_is_refused_before_torch_is_loaded() -> None:
     wanted = "rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny"
     assert told("algorithm.steps=2", "~validation") == f"{wanted}; rlrefit train --list shows all"
     assert told("grpo_tiny") == f"{wanted}; did you mean recipe=grpo_tiny?"
-    assert told("recipe=grpo_tiny", "recipe=dapo_tiny") == f"{wanted}; 2 are given"
+    for both in (("recipe=grpo_tiny", "recipe=dapo_tiny"), ("recipe=grpo_tiny", "--recipe", "dapo_tiny")):
+        assert "grpo_tiny and dapo_tiny" in told(*both)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("recipe", [["recipe=grpo_tiny"], ["--recipe", "grpo_tiny"]])
+def test_train_and_plan_take_a_recipe_in_both_ways(
+    command: str, recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *recipe, "algorithm.steps=0"]) == 2
+    assert "algorithm.steps: 0 trains nothing" in capsys.readouterr().err
 
 
 def test_plan_and_bench_need_the_base_dependencies_only_and_name_the_extra_for_pictures_before_they_start(

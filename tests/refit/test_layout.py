@@ -6,7 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.layout import Box, coverage_gap, intersect, overlap, split, subtract, volume
+from rlrefit.integration.layout import (
+    Box,
+    BoxIndex,
+    coverage_gap,
+    intersect,
+    overlap,
+    split,
+    subtract,
+    volume,
+)
 from rlrefit.integration.layout.fragments import local_slice
 
 SHAPE = (5, 4, 6)
@@ -59,6 +68,20 @@ def test_an_overlap_is_found_exactly_when_there_is_one(candidates: list[Box]) ->
     assert (found is None) == disjoint
     if found:
         assert elements(candidates[found[0]]) & elements(candidates[found[1]])
+
+
+@at_leisure
+@given(boxes(), st.lists(boxes(), max_size=8))
+def test_an_index_finds_the_boxes_that_meet_one_along_the_first_dimension(
+    box: Box, candidates: list[Box]
+) -> None:
+    (start, stop), found = box[0], BoxIndex(candidates).near(box)
+    assert found == [i for i, ((lo, hi), *_) in enumerate(candidates) if lo < stop and hi > start]
+    assert {i for i, other in enumerate(candidates) if intersect(box, other)} <= set(found)
+
+
+def test_an_index_of_scalars_finds_all() -> None:
+    assert BoxIndex([(), ()]).near(()) == [0, 1]
 
 
 @at_leisure

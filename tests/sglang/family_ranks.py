@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 
@@ -92,6 +93,14 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
     poison(live.model.parameters())
     _load(destination, b, list(b))
     wrong["all through the loader"] = differing(_state(live.model), as_b)
+    # As buckets are loaded, in which SGLang writes all that it can without being asked.
+    poison(live.model.parameters())
+    bucketed = SglangDestination(live, CPU)
+    placing = bucketed.agree(specs).placed
+    with torch.no_grad():
+        (bucketed.load_weights if placing else live.model.load_weights)(iter(a.items()))
+    bucketed.finish(0)
+    wrong["in buckets"] = differing(_state(live.model), as_a)
     bulk = list(dict.fromkeys(fragment.name for fragment in fragments))
     return FamilyResult(
         bulk=bulk,
@@ -115,6 +124,18 @@ def _refusals(
         del vars(some)[attribute]
     wide = [s._replace(dtype=torch.float32) if s.name.endswith(".q_a_proj.weight") else s for s in specs]
     found["FP32"] = refusal(destination.routes, wide)
+    norm = next(
+        module
+        for name, module in model.named_modules()
+        if "layers.1." in name and name.endswith("norm") and "weight" in module._parameters
+    )
+    vars(norm)["copied"] = norm.weight.detach() + 1
+    reasons = destination.routes(list(reversed(specs))).reasons
+    found["a copy in a norm"] = " ".join(why for why in reasons.values() if "copied" in why)
+    del vars(norm)["copied"]
+    with patch("rlrefit.workers.engines.sglang.destination.LARGEST_SHARE", 0):
+        reasons = destination.routes([*specs[3:], *specs[:3]]).reasons
+    found["no room to cast in"] = " ".join(name for name, why in reasons.items() if "is torch.float32" in why)
     return found
 
 

@@ -7,8 +7,10 @@ torch, and nothing is computed.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 # Ranks among which the models of this process are shared.
 _SHARED = {"tp_size": 2, "ep_size": 1}
@@ -58,7 +60,8 @@ def turn_to(path: str, attention_backend: str = "torch_native") -> Any:
     arguments = _arguments(path)
     if hasattr(runtime_context, "SpawnRanks"):
         places = runtime_context.SpawnRanks(world_rank=_PLACE["rank"], gpu_id=_PLACE["rank"])
-        runtime_context.publish(arguments, role="scheduler", ranks=places)
+        with _as_on_hopper():
+            runtime_context.publish(arguments, role="scheduler", ranks=places)
         initialize_moe_config()
     else:
         from sglang.srt.server_args import set_global_server_args_for_scheduler
@@ -87,18 +90,24 @@ def _model_config(path: str) -> Any:
     return ModelConfig.from_server_args(_arguments(path))
 
 
+def _as_on_hopper() -> AbstractContextManager[Any]:
+    """Sparse attention has SGLang's settings ask for the GPU, whatever the device: for kernels that compute nothing here."""
+    return patch("torch.cuda.get_device_capability", return_value=(9, 0))
+
+
 def _arguments(path: str) -> Any:
     from sglang.srt.server_args import ServerArgs
 
-    return ServerArgs(
-        model_path=path,
-        device="cpu",
-        dtype="bfloat16",
-        **_SHARED,
-        skip_tokenizer_init=True,
-        **_CHOSEN,
-        disable_radix_cache=True,
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        moe_runner_backend="triton",
-    )
+    with _as_on_hopper():
+        return ServerArgs(
+            model_path=path,
+            device="cpu",
+            dtype="bfloat16",
+            **_SHARED,
+            skip_tokenizer_init=True,
+            **_CHOSEN,
+            disable_radix_cache=True,
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            moe_runner_backend="triton",
+        )

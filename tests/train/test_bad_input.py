@@ -64,6 +64,26 @@ def test_a_folder_without_weights_and_a_name_that_is_taken_are_told_with_all_els
     assert list((tmp_path / "runs").rglob("*")) == [saved.parent.parent, saved.parent, saved]
 
 
+def test_a_folder_that_takes_no_files_is_told_before_anything_starts(refused, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", Path("/proc/nowhere")):
+        assert f"run_root: {root}" in refused(f"run_root={root}")
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    assert "run_root: " in refused(f"run_root={tmp_path / 'file'}", f"model.path={model}")
+
+
+def test_a_ray_cluster_that_is_not_there_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound, so that nobody else listens there
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = ("train", "recipe=grpo_tiny", f"ray.address={address}")
+        code, output = run_here(*command, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 1
+    assert f"no Ray cluster at {address}" in output
+
+
 def _without_a_tensor(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -82,9 +102,15 @@ def _with_code(folder: Path) -> None:
     (folder / "configuration.py").write_text("raise SystemExit('it ran')\n")
 
 
+def _without_a_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (_without_a_tokenizer, "has no tokenizer"),
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
         (_of_another_model, "mlp"),
         (_with_code, "Code that comes with a checkpoint (trust_remote_code) is not run"),

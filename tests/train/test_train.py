@@ -198,6 +198,18 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     assert not resumed.left
 
 
+@pytest.mark.timeout(900)
+def test_a_run_whose_steps_are_done_resumes_without_starting_anything(
+    resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = metrics(resumed.cwd / "runs" / "died")[-1]["step"]
+    done = (*RUN, f"algorithm.steps={steps}", "resume=true")
+    code, output = run_here(*done, cwd=resumed.cwd, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 0
+    assert f"all {steps} steps are done" in output
+    assert "starting" not in output
+
+
 def test_three_grpo_steps_with_vllm_and_sparse_refits_keep_the_generation_kl_below_a_thousandth_in_bf16(
     found_ahead: FoundAhead,
 ) -> None:

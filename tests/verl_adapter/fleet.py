@@ -43,14 +43,23 @@ class ShardFleet:
     actors: RayWorkerGroup
     replicas: list[Any]
     folder: Path
+    in_turns: bool = False
     asked: int = 0
 
-    def manager(self, *replicas: int) -> CheckpointEngineManager:
+    def manager(self, *replicas: int, ours: bool = False) -> CheckpointEngineManager:
+        """verl's own, or ours."""
+        from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
+
+        kind = RefitCheckpointManager if ours else CheckpointEngineManager
         engine = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
-        return CheckpointEngineManager(engine, self.actors, [self.replicas[i] for i in replicas])
+        return kind(engine, self.actors, [self.replicas[i] for i in replicas])
 
     def update(self, manager: CheckpointEngineManager, version: int) -> dict[str, float]:
         """Change the weights, spoil those of the engines unless the update is to be sparse, and update by ``manager``."""
+        if self.in_turns and self.config.rollout.free_cache_engine:
+            manager.sleep_replicas()  # which discards the weights
+            self.actors.change(version)
+            return manager.update_weights(version)
         self.actors.change(version)
         for replica in manager.replicas if version not in SPARSE else []:
             self.call(replica, "probe_poison")
@@ -104,13 +113,19 @@ def seconds_of_updates(
     *,
     fp8: bool = False,
     tells_version: bool = True,
-) -> list[float]:
-    """Update the first replica to each version in turn, and hold all its parameters against it, and what it answers."""
-    seconds: list[float] = []
+) -> list[dict[str, float]]:
+    """Update the first replica to each version in turn, and hold all its parameters against it, and what it answers.
+
+    Returns:
+        What each update told of its time, by metric.
+    """
+    seconds: list[dict[str, float]] = []
     answers: list[list[float]] = []
     for version in versions:
         metrics = fleet.update(manager, version)
-        seconds.append(metrics["checkpoint_engine/seconds"])
+        seconds.append(
+            {name: told for name, told in metrics.items() if "seconds" in name or "timing_s" in name}
+        )
         found = fleet.held(0)
         assert found["parameters"] == expected(checkpoint, version, fp8=fp8)
         if tells_version:
@@ -152,13 +167,14 @@ def shard_fleet(
     overrides: tuple[str, ...] = (),
     python: str = sys.executable,
     actor_class: type = Actor,
+    in_turns: bool = False,
 ) -> Iterator[ShardFleet]:
     """Actors, and replicas of one worker each unless ``overrides`` say more, on a cluster of their own, whose workers
-    ``python`` runs; a GPU of Ray's each."""
+    ``python`` runs; a GPU of Ray's each, or with ``in_turns`` the replicas on the actors'."""
     training = actor_class.TRAINING  # type: ignore[attr-defined]
     config = _config(folder, checkpoint, (*training, *overrides)).actor_rollout_ref
     workers = config.rollout.tensor_model_parallel_size
-    gpus = actors + replicas * workers
+    gpus = actors if in_turns else actors + replicas * workers
     with patient_ray():
         ray.init(
             num_cpus=2 * gpus,
@@ -188,12 +204,15 @@ def shard_fleet(
         ]
 
         async def start() -> None:
-            await asyncio.gather(
-                asyncio.to_thread(group.init_model), *(replica.init_standalone() for replica in made)
-            )
+            load = asyncio.to_thread(group.init_model)
+            if in_turns:
+                await load  # before an engine measures what is free
+                await asyncio.gather(*(replica.init_hybrid(group) for replica in made))
+            else:
+                await asyncio.gather(load, *(replica.init_standalone() for replica in made))
 
         asyncio.run(start())
-        yield ShardFleet(config, group, made, folder)
+        yield ShardFleet(config, group, made, folder, in_turns)
     finally:
         ray.shutdown()
 

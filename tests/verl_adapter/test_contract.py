@@ -188,7 +188,9 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("grpo_arithmetic", "nccl"),
         ("grpo_arithmetic", "nccl_xfer"),
         ("grpo_arithmetic", "nccl_xfer_shards"),
+        ("grpo_arithmetic", "rlrefit_separate_async"),
         ("grpo_arithmetic", "rlrefit_sync"),
+        ("grpo_arithmetic", "rlrefit_sync_fp8"),
         ("grpo_arithmetic", "sync"),
     ],
 )
@@ -210,9 +212,8 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
     batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
     assert config.data.train_batch_size == batch  # as verl asserts
     asked = omega_conf_to_dataclass(rollout.checkpoint_engine)
-    assert asked.backend == {"rlrefit_sync": "nccl_xfer_shards", "sync": "naive"}.get(
-        way or "", way or asked.backend
-    )
+    by_trainer = {"sync": "naive"} | {w: "nccl_xfer_shards" for w in compare.WAYS if w.startswith("rlrefit_")}
+    assert asked.backend == by_trainer.get(way or "", way or asked.backend)
     is_shards = asked.backend == "nccl_xfer_shards"
     assert rollout.engine_kwargs.get("vllm", {}).get("worker_extension_cls") == (
         EXTENSION if is_shards else None
@@ -231,6 +232,24 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
     if is_shards:
         assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V2_MODEL_RUNNER == "0"
         assert made.options.refit.bucket_mb == asked.update_weights_bucket_megabytes
+        assert asked_violations(rollout, made.options.refit) == []
+        quantizes = made.options.refit.trainer_quantize_fp8
+        assert quantizes == (way == "rlrefit_sync_fp8") == (rollout.quantization == "fp8")
+
+
+def test_a_comparison_tells_where_the_time_of_an_update_went(
+    tmp_path: Path, compare: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {"timing_s/update_weights_refit": 0.2, "timing_s/update_weights_wake_kv_cache": 0.25}
+    told = {"timing_s/update_weights": 0.5, **stages, "checkpoint_engine/seconds": 0.1}
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": step, "data": told}) + "\n" for step in (1, 2)))
+    assert compare._show("a way", metrics, 1) == 2
+    assert "step 2" in (line := capsys.readouterr().out)
+    assert "(refit 0.200, wake_kv_cache 0.250, the engine itself 0.100)" in line
+    assert compare._medians([told, {name: 3 * value for name, value in told.items()}, told]) == told
+    assert compare.main(["--cpu", "rlrefit_sync_fp8"]) == 2
+    assert "needs --model" in capsys.readouterr().err
 
 
 def test_a_comparison_with_a_killed_run_fails_and_tells_no_older_metrics(
@@ -306,9 +325,10 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     with pytest.raises(RefitError) as error:
         source_of(
             SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked)),
-            RefitConfig(),
+            RefitConfig(trainer_quantize_mxfp4=True),
         )
     for part in (
+        "nccl_xfer_shards.trainer_quantize_mxfp4 is true",
         *("veomni", "quantization-aware", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
         *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),

@@ -1,4 +1,4 @@
-"""The manager for shared GPUs when an update fails, over doubles of the workers: who is waited for, told and given back."""
+"""What the manager asks of actors and servers, over doubles of them, and when an update fails who is waited for and told."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
 
 NEVER = object()
-UPDATE = ["prepare", "wake_up weights", "init_process_group", "update_weights", "refit_as_ordered"]
-ENDED = ["finalize", "release", "clear_kv_cache", "set_global_steps 7", "wake_up kv_cache"]
+LIMIT_S = 0.2
+WARM = ["begin", "wake_up weights", "update_weights", "refit_as_ordered"]
+UPDATE = [*WARM[:2], "init_process_group", *WARM[2:]]
+ENDED = ["clear_kv_cache", "set_global_steps 7", "wake_up kv_cache"]
+# Of replicas on GPUs of their own, which neither sleep nor wake.
+APART = ["begin", "abort_all_requests", "init_process_group", "update_weights", "refit_as_ordered"]
+RESUMED = ["clear_kv_cache", "set_global_steps 7", "resume_generation"]
 
 
 class Workers:
@@ -30,16 +35,23 @@ class Workers:
     def __init__(self) -> None:
         self.asked: list[str] = []
         # By what is asked: an answer of each worker, an exception to raise, or NEVER.
-        report = {"protocol": ShardCheckpointEngine.protocol, "held": None}
+        report = {"protocol": ShardCheckpointEngine.protocol, "held": None, "ready": False}
         self.answers: dict[str, list[Any]] = {
-            "prepare": [report | {"address": ("h", 1, 1)}, report | {"address": None}],
+            "begin": [report | {"address": ("h", 1, 1)}, report | {"address": None}],
             "update_weights": [{"checkpoint_engine/epoch": 1.0}, {}],
+            "refit": [{"checkpoint_engine/epoch": 1.0}, {}],
         }
-        asked = ("wake_up", "clear_kv_cache", "set_global_steps", "collective_rpc")
+        asked = ("wake_up", "clear_kv_cache", "set_global_steps", "collective_rpc", "abort_all_requests")
+        asked += ("resume_generation",)
         handle = SimpleNamespace(**{m: SimpleNamespace(remote=partial(self._server, m)) for m in asked})
         self.replica = SimpleNamespace(
             rollout_mode=RolloutMode.HYBRID,
-            config=SimpleNamespace(name="vllm", free_cache_engine=True, data_parallel_size=1),
+            config=SimpleNamespace(
+                name="vllm",
+                free_cache_engine=True,
+                data_parallel_size=1,
+                disaggregation=SimpleNamespace(enabled=False),
+            ),
             world_size=1,
             replica_rank=4,
             servers=[handle],
@@ -82,7 +94,7 @@ def manager(workers: Workers) -> RefitCheckpointManager:
     )
     made = RefitCheckpointManager(config, workers, [workers.replica])
     assert made._limit_s == 150.0
-    made._limit_s = 0.2
+    made._limit_s = LIMIT_S
     return made
 
 
@@ -113,7 +125,11 @@ def test_options_that_are_none_are_told_with_all_else_that_is_wrong(
 def test_an_update_gives_the_trainers_memory_back_before_the_kv_cache_wakes_and_after_a_failed_one_too(
     workers: Workers, manager: RefitCheckpointManager
 ) -> None:
-    assert manager.update_weights(7) == {"checkpoint_engine/epoch": 1.0}
+    found = manager.update_weights(7)
+    assert found.pop("checkpoint_engine/epoch") == 1.0
+    stages = ("prepare", "wake_weights", "meet", "refit", "drop_caches", "wake_kv_cache")
+    assert found.keys() == {f"timing_s/update_weights_{stage}" for stage in stages}
+    assert all(0 <= seconds < LIMIT_S for seconds in found.values())
     assert workers.asked == UPDATE + ENDED
     workers.asked.clear()
     fine = workers.answers["update_weights"]
@@ -126,6 +142,51 @@ def test_an_update_gives_the_trainers_memory_back_before_the_kv_cache_wakes_and_
     workers.answers["update_weights"] = fine
     manager.update_weights(7)  # which meets anew
     assert workers.asked == UPDATE + ENDED
+
+
+def test_workers_that_still_hold_the_last_epoch_do_not_meet_again(
+    workers: Workers, manager: RefitCheckpointManager
+) -> None:
+    manager.update_weights(7)
+    name = manager._held[0]
+    for rank, report in enumerate(workers.answers["begin"]):
+        report["held"] = name, rank
+    workers.asked.clear()
+    manager.update_weights(7)
+    assert workers.asked == WARM + ENDED
+    # Nor does verl's update prepare an export, where it has nothing else to do either.
+    for report in workers.answers["begin"]:
+        report["ready"] = True
+    workers.asked.clear()
+    assert manager.update_weights(7)["checkpoint_engine/epoch"] == 1.0
+    assert workers.asked == [WARM[0], WARM[1], "refit", WARM[3], *ENDED]
+    # One of them has been restarted.
+    workers.answers["begin"][1]["held"] = None
+    workers.asked.clear()
+    manager.update_weights(7)
+    assert workers.asked == UPDATE + ENDED
+
+
+def test_replicas_on_gpus_of_their_own_hold_requests_until_the_caches_are_dropped_and_no_memory_sleeps(
+    workers: Workers, manager: RefitCheckpointManager
+) -> None:
+    workers.replica.rollout_mode = RolloutMode.STANDALONE
+    found = manager.update_weights(7)
+    stages = ("prepare", "abort", "meet", "refit", "drop_caches", "resume")
+    assert {name for name in found if name.startswith("timing_s")} == {
+        f"timing_s/update_weights_{stage}" for stage in stages
+    }
+    assert workers.asked == APART + RESUMED
+    # Held on after a failure, until an update has succeeded.
+    workers.asked.clear()
+    workers.answers["update_weights"], fine = [PeerLost("gone")] * 2, workers.answers["update_weights"]
+    with pytest.raises(PeerLost):
+        manager.update_weights(7)
+    assert workers.asked == [*APART, "release"]
+    workers.asked.clear()
+    workers.answers["update_weights"] = fine
+    manager.update_weights(7)
+    assert workers.asked == APART + RESUMED
 
 
 @dataclass(frozen=True)
@@ -144,20 +205,20 @@ FAILURES = {
     "a server does not wake": Failure(
         {"wake_up weights": [NEVER]},
         RefitTimeout,
-        "replica 4 did not answer wake_up",
-        [*UPDATE[:2], "release"],
+        "replica 4 did not answer wake_weights",
+        [*UPDATE[:3], "release"],
     ),
     "a server does not refit": Failure(
         {"refit_as_ordered": [NEVER]},
         RefitTimeout,
-        "replica 4 did not answer update_weights",
+        "replica 4 did not answer refit",
         [*UPDATE, "release"],
     ),
     # It is not waited for again.
     "an actor does not answer": Failure(
         {"update_weights": [RefitError("rank 1 is late"), NEVER]},
         RefitTimeout,
-        "actor rank 1 did not answer update_weights",
+        "actor rank 1 did not answer refit",
         UPDATE,
         ("rank 1 is late", KEPT),
     ),

@@ -19,6 +19,7 @@ from tests.vllm_processes import vllm_processes
 from tests.warm_python import OF_WORKERS, warm_python
 
 TIMEOUT_S = 120.0
+SECONDS = "timing_s/update_weights_"
 # What the fleet's processes would load for ten seconds each.
 LOADED = (
     *OF_WORKERS,
@@ -50,7 +51,8 @@ class Seen:
 
 @keeping_time  # Ray gives a cluster half a minute to come up
 def updates(folder: Path) -> Seen:
-    """Eleven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
+    """Thirteen updates of a fleet: one replica, two, one of them killed, the other alone, by our manager, then as one on the
+    actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
     path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
     own = {
@@ -92,7 +94,7 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
 
         def update(version: int) -> None:
             ranks = [replica.replica_rank for replica in manager.replicas]
-            for rank in ranks if version in (2, 10) else []:
+            for rank in ranks if version in (2, 10, 12) else []:
                 seen.answers["before", version, rank] = fleet.generate(rank)
             seen.metrics[version] = fleet.update(manager, version)
             for rank in ranks:
@@ -118,14 +120,17 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
         seen.seconds_to_error = time.monotonic() - start
         manager.remove_replicas([fleet.replicas[0]])
         update(8)
-        # As a replica on the actors' GPUs: the server has no sleep mode here, so its turns are all that differs.
-        fleet.replicas[1].rollout_mode = RolloutMode.HYBRID
         manager = RefitCheckpointManager(manager.config, fleet.actors, manager.replicas)
         update(9)
         update(10)
+        # As a replica on the actors' GPUs: the server has no sleep mode here, so its turns are all that differs.
+        fleet.replicas[1].rollout_mode = RolloutMode.HYBRID
+        manager = RefitCheckpointManager(manager.config, fleet.actors, manager.replicas)
+        update(11)
+        update(12)
         fleet.call(fleet.replicas[1], "probe_die_in_the_next_refit")
         try:
-            fleet.update(manager, 11)
+            fleet.update(manager, 13)
         except Exception as error:
             seen.error_in_turn, seen.kept_after_it = str(error), getattr(error, "__notes__", [])
         seen.sent, seen.received = fleet.records("trainer"), fleet.records("generation")
@@ -149,8 +154,8 @@ def test_two_changed_updates_land_in_the_live_parameters_bit_for_bit(seen: Seen)
     assert [(record["version"], record["epoch"]) for record in seen.sent[:2]] == [(1, 1), (2, 1)]
     assert all(record["bytes_bulk"] == record["bytes_verified"] > 0 for record in seen.received)
     assert all(record["bytes_misc"] == 0 for record in seen.sent + seen.received)
-    assert seen.metrics[10]["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
-    assert seen.metrics[10]["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
+    assert seen.metrics[12]["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
+    assert seen.metrics[12]["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
 
 
 def test_three_updates_of_what_changed_alone_leave_the_same_bytes_and_tell_how_little_travelled(
@@ -179,15 +184,31 @@ def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -
     assert len({record["epoch"] for record in seen.sent[:7]}) == 3
 
 
-def test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group(seen: Seen) -> None:
-    for version in (9, 10):
+@pytest.mark.parametrize(
+    ("versions", "stages"),
+    [
+        pytest.param((9, 10), {"prepare", "abort", "refit", "drop_caches", "resume"}, id="own_gpus"),
+        pytest.param((11, 12), {"prepare", "refit", "drop_caches"}, id="the_actors_gpus"),
+    ],
+)
+def test_our_manager_reaches_the_live_parameters_over_one_group_and_tells_where_the_time_goes(
+    seen: Seen, versions: tuple[int, int], stages: set[str]
+) -> None:
+    for version in versions:
         assert seen.held[version, 1] == {
             "parameters": seen.expected[version],
             "version": {"version": version},
         }
-    before, *turns = seen.sent[-3:]
-    assert [record["version"] for record in turns] == [9, 10]
-    assert turns[0]["epoch"] == turns[1]["epoch"] > before["epoch"]
+    sent = {record["version"]: record for record in seen.sent}
+    assert sent[versions[0] - 1]["epoch"] < sent[versions[0]]["epoch"] == sent[versions[1]]["epoch"]
+    # Where sleep mode is off, no memory wakes; only the first of both meets.
+    first, second = (
+        {name.removeprefix(SECONDS) for name in seen.metrics[version] if name.startswith(SECONDS)}
+        for version in versions
+    )
+    assert (first, second) == (stages | {"meet"}, stages)
+    told = seen.metrics[versions[1]]
+    assert 0 < told["checkpoint_engine/seconds"] < told[f"{SECONDS}refit"]
 
 
 def test_a_killed_worker_on_the_actors_gpus_ends_the_update_and_the_trainer_gives_its_memory_back(
@@ -195,12 +216,14 @@ def test_a_killed_worker_on_the_actors_gpus_ends_the_update_and_the_trainer_give
 ) -> None:
     assert "PeerLost" in seen.error_in_turn
     assert seen.kept_after_it == []
-    assert seen.sent[-1]["version"] == 10
+    assert seen.sent[-1]["version"] == 12
 
 
 def test_after_each_update_engines_answer_from_its_weights_and_from_no_older_cache(seen: Seen) -> None:
     after = {at[1:]: answer for at, answer in seen.answers.items() if at[0] == "after"}
-    assert after.keys() == {*((version, 0) for version in range(1, 7)), (6, 1), (8, 1), (9, 1), (10, 1)}
+    assert after.keys() == {(version, 0) for version in range(1, 7)} | {
+        (version, 1) for version in (6, 8, 9, 10, 11, 12)
+    }
     for at, answer in after.items():
         assert answer == seen.answers["afresh", *at]
         assert answer[2] == at[0]

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "verl"
 TRAINERS = "rlrefit.workers.frameworks.verl.trainers"
 STEPS = 2
+UPDATE = "timing_s/update_weights"
 SMALL = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.test_freq=-1",
@@ -33,6 +34,7 @@ SMALL = (
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",
+    "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl_xfer_shards.verify=full",
 )
 
 
@@ -108,7 +110,7 @@ def test_the_default_trainer_by_another_name_updates_the_engine_shard_to_shard_a
     found_ahead: FoundAhead,
 ) -> None:
     run = found_ahead.by(grpo)
-    assert [line["step"] for line in run.logged if "timing_s/update_weights" in line["data"]] == [1, 2]
+    assert [line["step"] for line in run.logged if UPDATE in line["data"]] == [1, 2]
     for records in (run.sent, run.received):
         # Before the first step, and at the end of each.
         assert [record["version"] for record in records] == list(range(STEPS + 1))
@@ -118,3 +120,6 @@ def test_the_default_trainer_by_another_name_updates_the_engine_shard_to_shard_a
     for line in run.logged:
         # The engine's log-probabilities beside the actor's, in BF16.
         assert line["data"]["training/rollout_probs_diff_mean"] < 0.01
+        # Where the time of the update went.
+        stages = [line["data"][f"timing_s/update_weights_{stage}"] for stage in ("refit", "drop_caches")]
+        assert 0 < line["data"]["checkpoint_engine/seconds"] < sum(stages) < line["data"][UPDATE]

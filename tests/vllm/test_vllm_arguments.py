@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import vllm_arguments
@@ -59,6 +62,18 @@ def test_an_engine_in_mxfp8_takes_all_from_the_trainer_and_its_experts_by_a_back
         assert should_ignore_layer(module, engine.ignore)
     for module in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.gate_proj"):
         assert not should_ignore_layer(module, engine.ignore)
+
+
+def test_an_engine_of_packed_experts_starts_from_a_checkpoint_without_them() -> None:
+    config = load_config("grpo_qwen3_4b")
+    config.generation.weight_dtype, config.policy.refit.trainer_quantize_mxfp4 = "mxfp4", True
+    arguments = vllm_arguments(config, {"model_type": "gpt_oss", "num_local_experts": 8})
+    assert arguments["load_format"] == "dummy"
+    assert "quantization" not in arguments
+    assert map_mxfp4_backend(arguments["moe_backend"]).name == "MARLIN"
+    quantization = arguments["hf_overrides"]["quantization_config"]
+    oss = SimpleNamespace(model_type="gpt_oss")
+    assert GptOssMxfp4Config.override_quantization_method(quantization, None, oss) == "gpt_oss_mxfp4"
 
 
 def test_an_engine_of_packed_weights_leaves_out_the_layers_that_training_leaves_out():

@@ -1,45 +1,66 @@
-"""Engines that decode speculatively: which drafters a refit leaves as they are, and which it refuses."""
+"""Engines that decode speculatively: which drafters follow a refit, which stay as they are, and which are refused."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from test_vllm_layouts import FAMILIES, UNPADDED
 from torch import nn
+from vllm_drafter_ranks import DRAFTERS, MTP, Drafted, DraftedRank, draft_there_and_back
+from vllm_ranks import Case, Layout
 
 from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
-from rlrefit.workers.engines.vllm.destination import VllmDestination
-from rlrefit.workers.engines.vllm.drafters import check_follows
+from rlrefit.workers.engines.vllm.drafters import check_drafter, check_follows, live_drafter
+from tests.ahead import FoundAhead
+from tests.families.checkpoints import write_pair
+from tests.families.expected import VLLM, is_of
+from tests.spawn import run_ranks
+from tests.vllm_cpu import PACKS_EXPERTS
+from tests.vllm_processes import vllm_processes
+
+pytestmark = pytest.mark.timeout(600)
 
 POLICY, OTHER = "/models/policy", "/models/eagle"
 _EAGLE = {"method": "eagle3", "model": OTHER}
 _LOADED = SimpleNamespace(load_format="auto")
+_SHARED = ("embed_tokens", "lm_head", "shared_head.head")
 
 
-def _destination(load_format: str = "auto", **speculative: Any) -> VllmDestination:
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(enable_eplb=False),
-        model_config=SimpleNamespace(model=POLICY),
+def _config(load_format: str = "auto", **speculative: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=POLICY, get_total_num_hidden_layers=lambda: 2),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=SimpleNamespace(**speculative) if speculative else None,
     )
-    return VllmDestination(nn.Linear(2, 3), config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "suffix"])
-def test_an_engine_without_a_drafter_and_one_whose_drafts_need_no_weights_are_taken_in_silence(
-    method, caplog
-):
-    _destination(**({"method": method, "model": method, "draft_load_config": None} if method else {}))
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {},
+        *(
+            {"method": name, "model": name, "draft_load_config": None}
+            for name in ("ngram", "ngram_gpu", "suffix")
+        ),
+        {"method": "mtp", "model": POLICY, "draft_load_config": None},
+    ],
+    ids=lambda drafter: drafter.get("method", "none"),
+)
+def test_no_drafter_one_without_weights_and_mtp_layers_of_the_policy_are_taken_in_silence(drafter, caplog):
+    check_drafter(_config(**drafter))
     assert not caplog.records
 
 
 def test_a_drafter_that_is_the_served_checkpoint_itself_is_refused_before_anything_is_written():
     with pytest.raises(RefitError, match="draft_model"):
-        _destination(method="draft_model", model=POLICY, draft_load_config=None)
+        check_drafter(_config(method="draft_model", model=POLICY, draft_load_config=None))
 
 
 class _Policy(nn.Module):
@@ -61,7 +82,7 @@ OWN = "model.layers.0.weight"
 TAKEN = "mtp.weight"
 # Another rank's and another part's: what this rank leaves aside is no MTP layer for that alone.
 BESIDE = ("model.layers.1.weight", "vision_tower.encoder.layers.9.weight", "lm_head.weight")
-MTP = [
+MTP_NAMES = [
     "model.layers.2.eh_proj.weight",
     "language_model.model.layers.2.mlp.up_proj.weight",
     "mtp.fc.weight",
@@ -71,47 +92,147 @@ MTP = [
 ]
 
 
-def _follows(method: str, *names: str) -> None:
+def _follows(method: str, model: str, *names: str) -> None:
     policy = _Policy()
     trace = trace_loader(
         policy.load_weights,
         dict(policy.named_parameters()),
         [(name, (3, 2), torch.float32) for name in (OWN, TAKEN, *BESIDE, *names)],
     )
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
-        speculative_config=SimpleNamespace(method=method),
-    )
-    check_follows(config, trace)
+    check_follows(_config(method=method, model=model), trace)
 
 
-@pytest.mark.parametrize("name", MTP)
-def test_mtp_layers_that_the_policy_trains_are_refused_as_drafter_and_left_aside_without_one(name):
+@pytest.mark.parametrize("name", MTP_NAMES)
+def test_mtp_layers_of_another_checkpoint_are_refused_where_the_policy_trains_its_own(name):
     with pytest.raises(PlanError) as caught:
-        _follows("mtp", name)
+        _follows("mtp", OTHER, name)
     assert caught.value.parameter == name
-    _follows("ngram", name)
+    _follows("mtp", OTHER)
+    _follows("mtp", POLICY, name)
+    _follows("ngram", OTHER, name)
 
 
 @pytest.mark.parametrize(
-    ("load_format", "drafter", "told", "random"),
-    [
-        (
-            "auto",
-            {"method": "mtp", "model": POLICY, "draft_load_config": None},
-            f"(mtp) with {POLICY}",
-            False,
-        ),
-        ("auto", {**_EAGLE, "draft_load_config": None}, f"(eagle3) with {OTHER}", False),
-        ("dummy", {**_EAGLE, "draft_load_config": None}, f"(eagle3) with {OTHER}", True),
-        ("dummy", {**_EAGLE, "draft_load_config": _LOADED}, f"(eagle3) with {OTHER}", False),
-    ],
+    ("load_format", "loaded", "random"),
+    [("auto", None, False), ("dummy", None, True), ("dummy", _LOADED, False)],
 )
-def test_a_drafter_that_no_refit_reaches_is_told_once_and_whether_it_holds_random_numbers(
-    load_format, drafter, told, random, caplog
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_drafter_of_another_checkpoint_is_told_once_and_whether_it_holds_random_numbers(
+    method, load_format, loaded, random, caplog
 ):
-    _destination(load_format, **drafter)
-    _follows(drafter["method"])
+    check_drafter(_config(load_format, method=method, model=OTHER, draft_load_config=loaded))
+    _follows(method, OTHER)
     [record] = caplog.records
-    assert told in record.getMessage()
+    assert f"({method}) with {OTHER}" in record.getMessage()
     assert ("random numbers" in record.getMessage()) == random
+
+
+def test_the_drafter_is_found_in_either_model_runner_and_by_the_method_of_later_ones():
+    drafter = nn.Linear(2, 3)
+    assert live_drafter(SimpleNamespace(drafter=SimpleNamespace(model=drafter))) is drafter
+    assert live_drafter(SimpleNamespace(speculator=SimpleNamespace(model=drafter))) is drafter
+    assert live_drafter(SimpleNamespace(get_draft_model=lambda: drafter)) is drafter
+    # Another stage of a pipeline, drafts without a model, and no speculation.
+    for runner in (
+        {"speculator": None},
+        {"drafter": SimpleNamespace()},
+        {"get_draft_model": lambda: None},
+        {},
+    ):
+        assert live_drafter(SimpleNamespace(**runner)) is None
+
+
+def _with_qwens_mtp_layer(folder: str) -> None:
+    """As Qwen3-Next is published: a module of its own beside the model."""
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(len(folder) + ord(folder[-1]))
+    hidden = tensors["model.norm.weight"].shape[0]
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix('model.layers.1.')}": tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.1.")
+    }
+    shapes |= {"mtp.fc.weight": torch.Size((hidden, 2 * hidden))}
+    shapes |= {
+        f"mtp.{n}.weight": torch.Size((hidden,))
+        for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
+    more = {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
+    }
+    save_file(tensors | more, file, {"format": "pt"})
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+
+
+# A drafter that shares nothing with its model loads both copies of an embedding of GLM-4.7-Flash, and the last one wins.
+CASES = {
+    **{f"{family} TP{size}": (family, size, False) for size in (1, 2) for family in DRAFTERS},
+    **{f"{family} apart": (family, 1, True) for family in ("glm4_moe", "qwen3_next", "glm4_moe_lite")},
+}
+
+
+def refit_drafters(folder: Path) -> dict[str, list[DraftedRank]]:
+    """Every number of ranks is one group of processes."""
+    pairs = {}
+    for family in DRAFTERS:
+        pairs[family] = write_pair(
+            family, folder / family, UNPADDED | FAMILIES[family], router_dtype=torch.float32
+        )
+        if family == "qwen3_next":
+            for path in pairs[family]:
+                _with_qwens_mtp_layer(path)
+    found: dict[str, list[DraftedRank]] = {}
+    for ranks in (1, 2):
+        own = {
+            name: Drafted(Case(*pairs[family], Layout(tensor=size), family=True, more=MTP), apart)
+            for name, (family, size, apart) in CASES.items()
+            if size == ranks
+        }
+        by_rank = run_ranks(
+            draft_there_and_back, ranks, list(own.values()), timeout_s=550, made_by=vllm_processes
+        )
+        found |= dict(zip(own, map(list, zip(*by_rank, strict=True)), strict=True))
+    return found
+
+
+AHEAD = (refit_drafters,)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> dict[str, list[DraftedRank]]:
+    return found_ahead.by(refit_drafters)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_give_target_and_drafter_what_vllm_loads_from_the_new_checkpoint(results, case):
+    for rank in results[case]:
+        assert rank.differing == {"there": [], "back": [], "all through the loader": []}
+        assert rank.process_state_untouched
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mtp_layers_go_in_place_and_what_both_models_hold_comes_once(results, case):
+    family, _, apart = CASES[case]
+    parts = (*VLLM.misc.get(family, ()), *((("mlp.gate.", ""), ("experts.", "")) if PACKS_EXPERTS else ()))
+    for rank in results[case]:
+        drafted = [name for name in rank.bulk if name in rank.refused]
+        assert len(drafted) > 10
+        assert [name for name in rank.misc if name in rank.refused and not is_of(name, parts)] == []
+        assert {any(part in name for part in _SHARED) for name in rank.shared} == (set() if apart else {True})
+        # One place for each copy that the two models would have, the other is filled from it.
+        both = [name for name in rank.bulk if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
+        assert {rank.bulk[name] for name in both} <= {1}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_manifest_without_a_weight_of_the_mtp_layers_is_refused_and_one_without_any_leaves_them(
+    results, case
+):
+    for rank in results[case]:
+        assert len(rank.refused) > 10
+        # The served model's stand in the place of copies of these.
+        assert all(any(part in name for part in _SHARED) for name in rank.taken)
+        assert rank.stayed
+        assert len(rank.told) == 1

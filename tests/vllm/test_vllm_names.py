@@ -18,7 +18,7 @@ from tests.vllm_cpu import PACKS_EXPERTS
 
 FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
 # Where it is not there, weights take another way.
-IF_THERE = (*compat.CPU_LINEAR, *compat.CPU_EXPERTS, *compat.MARLIN_NVFP4)
+IF_THERE = (*compat.CPU_LINEAR, *compat.CPU_EXPERTS, *compat.MARLIN_NVFP4, *compat.MTP_SWITCH)
 FEATURES = (
     compat.FP8,
     compat.SPECULATIVE,

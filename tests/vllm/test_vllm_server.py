@@ -6,14 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import requests
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 from vllm_checkpoints import dense_config, write_checkpoint
 from vllm_trainers import CONFIG, RANKS, Trainers
 
@@ -22,7 +20,7 @@ from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitM
 from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
 from rlrefit.workers.engines.http_client import RefitClient
 from tests.spawn import free_port
-from tests.vllm_processes import vllm_processes
+from tests.vllm_servers import BACKEND, ENVIRONMENT, running, serve_routes, serving, write_tokenizer
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -32,65 +30,7 @@ PROMPT = [5, 17, 33, 90]
 LONG_PROMPT = [3 + i % 100 for i in range(200)]
 # Enough of them that the request runs until it is paused, or for as long as a test needs that does not pause it.
 TOKENS, MANY, SHORT = 160, 450, 24
-BACKEND = [
-    "--worker-extension-cls",
-    "vllm_probe.ProbeExtension",
-    "--weight-transfer-config",
-    '{"backend": "rlrefit"}',
-]
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-def _serve(arguments: list[str]) -> None:
-    """What ``vllm serve`` does with its arguments."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    command = ServeSubcommand()
-    found = command.subparser_init(FlexibleArgumentParser().add_subparsers()).parse_args(arguments)
-    command.validate(found)
-    command.cmd(found)
-
-
-def _serve_routes(arguments: list[str], port: int) -> None:
-    """vLLM's own routes, without an engine behind them."""
-    import uvicorn
-    from vllm.entrypoints.openai.api_server import build_app
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    found = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    app = build_app(found, ("generate",))
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
-
-
-@contextmanager
-def _running(url: str, known_by: str, target: Callable[..., None], *args: Any) -> Iterator[None]:
-    """A process that serves ``url``."""
-    process = vllm_processes().Process(target=target, args=args)
-    process.start()
-    try:
-        _wait_until_it_serves(url, process, known_by)
-        yield
-    finally:
-        process.terminate()
-        process.join(30)
-        process.kill()
-
-
-def _serving(path: str, url: str, *arguments: str) -> AbstractContextManager[None]:
-    """``vllm serve`` of a checkpoint."""
-    plain = [
-        *(path, "--host", "127.0.0.1", "--port", url.rpartition(":")[2]),
-        *("--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager"),
-        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-    ]
-    return _running(url, "health", _serve, [*plain, *arguments])
+PROBED = [*BACKEND, "--worker-extension-cls", "vllm_probe.ProbeExtension"]
 
 
 @dataclass
@@ -112,7 +52,7 @@ class Served:
 
     def restart(self) -> None:
         self.running.close()
-        self.running.enter_context(_serving(self.paths[0], self.url, *BACKEND))
+        self.running.enter_context(serving(self.paths[0], self.url, *PROBED))
 
     def meet(self) -> None:
         """A new epoch."""
@@ -174,25 +114,14 @@ class Served:
         return bool(requests.get(f"{self.url}/is_paused", timeout=60).json()["is_paused"])
 
 
-def _wait_until_it_serves(url: str, process: Any, known_by: str) -> None:
-    while process.is_alive():
-        try:
-            if requests.get(f"{url}/{known_by}", timeout=5).ok:
-                return
-        except requests.ConnectionError:
-            time.sleep(0.1)
-    raise AssertionError(f"vLLM's server ended with exit code {process.exitcode}")
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     root = tmp_path_factory.mktemp("checkpoints")
     config = dense_config()
     config.vocab_size = 128  # without padding, which would keep the poison that it is given
     first, second = (str(write_checkpoint(root / f"seed-{seed}", config, seed)) for seed in (1, 2))
-    words = models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0")
     for path in (first, second):
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
+        write_tokenizer(path)
     with pytest.MonkeyPatch.context() as patch:
         for key, value in ENVIRONMENT.items():
             patch.setenv(key, value)
@@ -207,7 +136,7 @@ def served(checkpoints: tuple[str, str]) -> Iterator[Served]:
         ThreadPoolExecutor(1) as pool,
         ExitStack() as running,
     ):
-        running.enter_context(_serving(checkpoints[0], url, *BACKEND))
+        running.enter_context(serving(checkpoints[0], url, *PROBED))
         started = Served(url, trainers, checkpoints, RefitClient(url), pool, running)
         started.digests = [started.probe("refit_parameter_digests")]
         started.probe("probe_engine_load", checkpoints[1])
@@ -406,7 +335,7 @@ def test_a_server_that_was_restarted_is_met_anew(served: Served):
 def test_a_server_that_cannot_be_refitted_is_told_how_to_start(checkpoints: tuple[str, str]):
     url = f"http://127.0.0.1:{free_port()}"
     with (
-        _serving(checkpoints[0], url),
+        serving(checkpoints[0], url),
         pytest.raises(RefitError, match="--weight-transfer-config") as refused,
     ):
         RefitClient(url)
@@ -419,7 +348,7 @@ def test_a_server_without_development_mode_is_told_how_to_start(
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE")
     url = f"http://127.0.0.1:{free_port()}"
     with (
-        _running(url, "version", _serve_routes, ["--model", checkpoints[0]], int(url.rpartition(":")[2])),
+        running(url, "version", serve_routes, ["--model", checkpoints[0]], int(url.rpartition(":")[2])),
         pytest.raises(RefitError, match="VLLM_SERVER_DEV_MODE=1") as refused,
     ):
         RefitClient(url)

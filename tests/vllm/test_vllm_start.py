@@ -273,6 +273,32 @@ def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
     assert worker.run(2) == "ran 2"
 
 
+def test_a_drafters_own_buffers_outlast_a_sleep_that_discards_where_vllm_does_not_see_to_them(worker: Any):
+    served, drafter = worker.model_runner.model, nn.Linear(2, 2)
+    served.register_buffer("rotary", torch.ones(3))
+    drafter.register_buffer("own", torch.ones(3))
+    drafter.rotary = served
+    worker.model_runner.drafter = SimpleNamespace(model=drafter)
+
+    def sleep_and_wake(level: int) -> list[float]:
+        worker.sleep(level)
+        for lost in (served.rotary, drafter.own):
+            lost.fill_(7)
+        worker.wake_up(["kv_cache"])
+        assert drafter.own[0] == 7
+        worker.wake_up(["weights"])
+        return [float(served.rotary[0]), float(drafter.own[0])]
+
+    # The served model's are vLLM's, which puts them back.
+    assert sleep_and_wake(2) == [7, 1]
+    drafter.own.fill_(2)
+    assert sleep_and_wake(2) == [7, 2]
+    assert sleep_and_wake(1) == [7, 7]
+    worker._sleep_saved_draft_buffers = {}
+    drafter.own.fill_(2)
+    assert sleep_and_wake(2) == [7, 7]
+
+
 def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_Worker, "load_model", _Worker.load_model)
     guard_loaded_models(_Worker)

@@ -199,7 +199,7 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
     ("place", "parameter", "shape", "word"),
     [
         (_whole, _meta(4, 6, dtype=torch.float32), (4, 6), "float32"),
-        (lambda p, _, t: p["w"].copy_(t.view(24)), _meta(24), (4, 6), "no box"),
+        (lambda p, _, t: p["w"].copy_(t.view(24)[3:21]), _meta(18), (4, 6), "no box"),
         (lambda p, _, t: p["w"][::2].copy_(t), _meta(8, 6), (4, 6), "no box"),
         (_whole, _meta(4, 6), (6,), "broadcast"),
         (_changed_after(lambda w: w[4:].zero_()), _meta(8, 6), (8, 6), "constant"),
@@ -207,7 +207,7 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
     ],
     ids=[
         "another dtype",
-        "merged dimensions",
+        "a part of merged dimensions",
         "a step",
         "a broadcast",
         "a constant after",
@@ -216,6 +216,24 @@ def _changed_after(change: Callable[[torch.Tensor], Any]) -> Place:
 )
 def test_a_copy_that_is_no_box_of_what_came_goes_to_misc(place, parameter, shape, word):
     assert word in _trace(place, {"w": parameter}, a=shape).misc_reasons["a"]
+
+
+def test_dimensions_that_the_loader_merges_are_followed() -> None:
+    """As GPT-OSS's blocks of codes are rows of them in vLLM, of which a rank has some and pads the rest."""
+
+    def place(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+        rows = tensor.view(2, 5, -1).contiguous()
+        params["w"].data[:, :3, :8].copy_(rows[:, 1:4, 4:12])
+
+    found = _trace(place, {"w": _meta(2, 4, 16)}, a=(2, 5, 3, 4))
+    assert found.misc_reasons == {}
+    [landing] = found.landings["a"]
+    assert landing.box == ((0, 2), (1, 4), (1, 3), (0, 4))
+    tensor, held = torch.arange(120.0).view(2, 5, 3, 4), torch.full((2, 4, 16), torch.nan)
+    landing.write(tensor, held)
+    assert torch.equal(held[:, :3, :8], tensor.view(2, 5, 12)[:, 1:4, 4:12])
+    assert held.isnan().sum() == held.numel() - 2 * 3 * 8
+    assert landing.place(held) == ((0, 2), (0, 3), (0, 8))
 
 
 @pytest.mark.parametrize(
@@ -251,14 +269,15 @@ def test_a_copy_into_a_temporary_leaves_the_destination_unknown():
     assert trace.unknown == {"a"}
 
 
-def test_zeros_are_told_apart_from_a_tensor_that_does_not_come():
+@pytest.mark.parametrize(("held", "cast"), [(BF16, set()), (torch.float32, {"b"})])
+def test_zeros_are_told_apart_from_a_tensor_that_does_not_come(held, cast):
     def place(params: Tensors, name: str, tensor: torch.Tensor) -> None:
         if name == "a":
             tensor.zero_()
         params["w"][0 if name == "a" else 3 :][:3].copy_(tensor)
 
-    trace = _trace(place, {"w": _meta(6, 4)}, a=(3, 4), b=(3, 4))
-    assert (trace.landings["a"], trace.misc_reasons, trace.unwritten) == ((), {}, {"w": 0})
+    trace = _trace(place, {"w": _meta(6, 4, dtype=held)}, a=(3, 4), b=(3, 4))
+    assert (trace.landings["a"], set(trace.misc_reasons), trace.unwritten) == ((), cast, {"w": 0})
     live = torch.full((6, 4), torch.nan)
     [zeros] = trace.zeros["a"]
     zeros.fill(live)
@@ -277,6 +296,53 @@ def test_what_a_loader_makes_of_a_parameter_sends_all_that_fills_it_to_misc():
     trace = _trace(place, {name: _meta(4) for name in "abc"}, a=(4,), b=(4,), c=(4,))
     assert set(trace.misc_reasons) == {"b"}
     assert "exp" in trace.misc_reasons["b"]
+    placed = trace.placing(trace.again)
+    assert (placed.misc_reasons, placed.landings["b"][0].parameter) == ({}, "b")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda p, _, t: (p["w"][:4].copy_(t), p["w"].exp()),
+        lambda p, _, t: (p["w"][:4].copy_(t), p["v"].copy_(p["w"][4:].exp())),
+        lambda p, _, t: (p["v"].copy_(t.t()), p["v"].exp()),
+    ],
+    ids=["a part of a parameter", "into another parameter", "turned"],
+)
+def test_only_what_fills_a_parameter_as_it_is_can_be_loaded_again_from_there(place: Place):
+    trace = _trace(place, {"w": _meta(8, 4), "v": _meta(4, 4)}, a=(4, 4))
+    assert set(trace.misc_reasons) == {"a"}
+    assert trace.again == {}
+
+
+@pytest.mark.parametrize(
+    ("held", "comes", "lands"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.float16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float8_e4m3fn, False),
+    ],
+)
+def test_what_comes_in_another_dtype_can_land_where_no_number_is_changed(held, comes, lands):
+    parameters = {"w": _meta(6, 4, dtype=held)}
+    trace = trace_loader(
+        lambda weights: [parameters["w"][2:].copy_(t) for _, t in weights], parameters, [("a", (4, 4), comes)]
+    )
+    assert set(trace.misc_reasons) == {"a"}
+    assert trace.landings["a"] == ()
+    assert [(at.dtype, at.offset) for at in trace.wider.get("a", ())] == ([(comes, 8)] if lands else [])
+
+
+def test_what_lands_in_a_buffer_goes_to_misc():
+    held = {"a": _meta(4), "b": _meta(4), "c": _meta(4, dtype=torch.float32)}
+    trace = _trace(lambda p, n, t: p[n].copy_(t), held, a=(4,), b=(4,), c=(4,)).leaving_buffers({"a"})
+    assert set(trace.misc_reasons) == {"b", "c"}
+    assert "buffer" in trace.misc_reasons["b"]
+    assert len(trace.landings["a"]) == 1
+    assert trace.landings["b"] == trace.landings["c"] == ()
+    assert trace.wider == {}
 
 
 def test_two_tensors_that_write_the_same_elements_both_go_to_misc():

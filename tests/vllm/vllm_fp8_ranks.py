@@ -301,6 +301,10 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     )
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorSpec]) -> dict[str, Format]:
     """What the worker extension answers of the live model, as a trainer reads it."""
     from rlrefit.integration.quantize.formats import from_json
@@ -308,7 +312,14 @@ def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorS
     from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
     worker = VllmRefitExtension()
-    worker.model_runner = SimpleNamespace(get_model=lambda: live, device=torch.device("cpu"))
+    worker.model_runner = SimpleNamespace(
+        get_model=lambda: live,
+        device=torch.device("cpu"),
+        execute_model=_nothing,
+        reset_encoder_cache=_nothing,
+    )
+    # What rlrefit wraps of vLLM's worker.
+    worker.compile_or_warm_up_model = worker.sleep = worker.wake_up = _nothing
     worker.vllm_config, worker.rank = config, rank
     answer = json.loads(json.dumps(worker.refit_formats([spec.to_json() for spec in specs])))
     [formats] = raise_refit_errors([answer])

@@ -6,6 +6,7 @@ import torch
 from vllm_checkpoints import read_checkpoint
 
 from rlrefit.integration.errors import PeerLost
+from rlrefit.workers.engines.vllm.drafters import live_drafter
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
@@ -39,7 +40,9 @@ class ProbeExtension(VllmRefitExtension):
         self.model_runner.reload_weights(weights_iterator=iter(read_checkpoint(path).items()))
 
     def probe_poison(self) -> None:
-        """Fill all parameters with NaN."""
+        """Fill all parameters with NaN, a drafter's too."""
+        drafter = live_drafter(self.model_runner)
         with torch.no_grad():
-            for parameter in self.model_runner.get_model().parameters():
-                parameter.fill_(torch.nan)
+            for model in (self.model_runner.get_model(), *([] if drafter is None else [drafter])):
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)

@@ -197,12 +197,19 @@ def _accept_latent_attention() -> None:
 
 def _know_architecture(path: str) -> None:
     """vLLM would start a process to learn what a class can do, for ten seconds where it has never asked before."""
-    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
     written = json.loads((Path(path) / "config.json").read_text())
     _know_configuration(Path(path), written)
     [name] = written["architectures"]
-    known = ModelRegistry.models.get(name) or _LazyRegisteredModel(_INNER[name], name)
+    ModelRegistry.models.setdefault(name, _LazyRegisteredModel(_INNER.get(name, ""), name))
+    _know_class(name)
+
+
+def _know_class(name: str) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+
+    known = ModelRegistry.models[name]
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 

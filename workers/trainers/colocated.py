@@ -131,8 +131,6 @@ class TorchRank(ColocatedRank):
             self._copies.free(self._modules)
 
     def _to_host(self, tensor: torch.Tensor, place: tuple[int, str]) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor:
-            return tensor.to(_HOST)  # a DTensor of FSDP2's
         kept = self._pinned.get(place)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             kept = torch.empty_like(tensor, device=_HOST, pin_memory=True)

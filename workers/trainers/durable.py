@@ -8,6 +8,7 @@ import os
 from collections.abc import Buffer
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def sync(path: Path) -> None:
@@ -36,15 +37,20 @@ class HashedFile(io.BufferedIOBase):
     """A new file that is hashed as it is written, from its beginning to its end; durable once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._path, self._file = path, path.open("wb")
         self._digest = hashlib.sha256()
+        self._failed: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Buffer, /) -> int:
         self._digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self._failed = OSError(error.errno, error.strerror, str(self._path))
+            raise
 
     def tell(self) -> int:
         return self._file.tell()
@@ -63,6 +69,13 @@ class HashedFile(io.BufferedIOBase):
             os.fsync(self.fileno())
             self._file.close()
         super().close()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            if self._failed is not None:
+                raise self._failed  # torch.save makes an error about positions of it
 
     @property
     def written(self) -> Written:

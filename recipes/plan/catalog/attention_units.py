@@ -25,6 +25,10 @@ class QueryKeyValue:
         groups: key heads, and value heads.
         head_dim: of each.
         columns: of the weights; None for biases.
+        gated: each query head has an output gate of as many rows. In the checkpoint and in vLLM it follows its head, in
+            Megatron the gates of a group follow its heads.
+        joined: the checkpoint has one weight ``[queries; keys; values]`` of the name ``{prefix}{joined}.{kind}``; empty
+            for one each.
     """
 
     prefix: str
@@ -35,26 +39,25 @@ class QueryKeyValue:
     groups: int
     head_dim: int
     columns: int | None
+    gated: bool = False
+    joined: str = ""
 
     def weights(self) -> Iterator[Weight]:
-        for letter, heads in zip("qkv", (self.heads, self.groups, self.groups), strict=True):
-            yield Weight(f"{self.prefix}{letter}_proj.{self.kind}", (heads * self.head_dim, *self._tail))
+        yield from dict.fromkeys(weight for weight, _ in self._places())
 
     def train(self, place: Place) -> Iterator[Param]:
         tp = place.tp
-        shape = ((self.heads + 2 * self.groups) * self.head_dim // tp.size, *self._tail)
-        q, k, v = self.weights()
+        shape = (sum(self._rows()) // tp.size, *self._tail)
         if self.groups % tp.size:
             reason = f"QKV: {self.groups} query groups can't be split over TP {tp.size}"
-            yield Param(self.megatron, shape, place.dtype, (), (q.name, k.name, v.name), reason)
+            names = tuple(weight.name for weight in self.weights())
+            yield Param(self.megatron, shape, place.dtype, (), names, reason)
             return
-        per_group = self.heads // self.groups
         parts: list[Part] = []
         row = 0
         for group in range(*tp.cut(self.groups)):
-            for weight, count in ((q, per_group), (k, 1), (v, 1)):
-                rows = count * self.head_dim
-                parts.append(self._part(weight, group * rows, rows, row))
+            for (weight, first), start, rows in self._of_group(group):
+                parts.append(self._part(weight, first + start, rows, row))
                 row += rows
         yield Param(self.megatron, shape, place.dtype, tuple(parts))
 
@@ -63,29 +66,63 @@ class QueryKeyValue:
         shared = _among(tp, self.groups)
         parts: list[Part] = []
         row = 0
-        for weight, shard in zip(self.weights(), (tp, shared, shared), strict=True):
-            start, stop = shard.cut(weight.shape[0])
-            parts.append(self._part(weight, start, stop - start, row))
+        cuts = zip(self._places(), self._rows(), (tp, shared, shared), strict=True)
+        for (weight, first), rows, shard in cuts:
+            start, stop = shard.cut(rows)
+            parts.append(self._part(weight, first + start, stop - start, row))
             row += stop - start
         yield Param(self.vllm, (row, *self._tail), place.dtype, tuple(parts))
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        yield Division(f"the query heads of {self.prefix}q_proj", self.heads, "tp")
+        yield Division(f"the query heads of {self._names()[0]}", self.heads, "tp")
         if self.groups > sizes["tp"] and self.groups % sizes["tp"]:
-            yield Division(f"the query groups of {self.prefix}k_proj", self.groups, "tp")
+            yield Division(f"the query groups of {self._names()[1]}", self.groups, "tp")
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        yield Division(f"the query heads of {self.prefix}q_proj", self.heads, "tp")
+        yield Division(f"the query heads of {self._names()[0]}", self.heads, "tp")
+        key = self._names()[1]
         if sizes["tp"] < self.groups:
-            yield Division(f"the key heads of {self.prefix}k_proj", self.groups, "tp")
+            yield Division(f"the key heads of {key}", self.groups, "tp")
         elif sizes["tp"] % self.groups:
-            yield Division(
-                f"the key heads of {self.prefix}k_proj, each replicated equally often,", self.groups, "tp"
-            )
+            yield Division(f"the key heads of {key}, each replicated equally often,", self.groups, "tp")
 
     @property
     def _tail(self) -> tuple[int, ...]:
         return () if self.columns is None else (self.columns,)
+
+    def _names(self) -> tuple[str, str, str]:
+        """Of the weights of queries, keys and values, without their kind."""
+        q, k, v = (f"{self.prefix}{self.joined or f'{letter}_proj'}" for letter in "qkv")
+        return q, k, v
+
+    def _rows(self) -> tuple[int, int, int]:
+        """Of all queries, keys and values."""
+        keys = self.groups * self.head_dim
+        return self.heads * self.head_dim * (1 + self.gated), keys, keys
+
+    def _places(self) -> list[tuple[Weight, int]]:
+        """The weight of queries, of keys and of values, and their first row in it."""
+        names, rows = self._names(), self._rows()
+        if self.joined:
+            whole = Weight(f"{names[0]}.{self.kind}", (sum(rows), *self._tail))
+            return [(whole, sum(rows[:i])) for i in range(3)]
+        return [
+            (Weight(f"{name}.{self.kind}", (n, *self._tail)), 0) for name, n in zip(names, rows, strict=True)
+        ]
+
+    def _of_group(self, group: int) -> Iterator[tuple[tuple[Weight, int], int, int]]:
+        """As Megatron has a group: a weight with its first row, where rows begin behind that one, and how many."""
+        query, key, value = self._places()
+        size, per_group = self.head_dim, self.heads // self.groups
+        first = group * per_group
+        if self.gated:
+            for offset in (0, size):
+                for head in range(first, first + per_group):
+                    yield query, 2 * head * size + offset, size
+        else:
+            yield query, first * size, per_group * size
+        yield key, group * size, size
+        yield value, group * size, size
 
     def _part(self, weight: Weight, start: int, rows: int, row: int) -> Part:
         tail_box = tuple((0, n) for n in self._tail)

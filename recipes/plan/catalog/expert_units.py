@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....integration.layout import Axes
-from .storage import Param, Part, Weight
+from ....integration.layout import Axes, Box
+from .storage import Index, Param, Part, Weight
 from .units import Division, Mesh, Place, Shard, cut_box, everything, stack
 
 
@@ -176,6 +176,95 @@ class StackedExperts:
 
     def _turned(self) -> Axes:
         return Axes(((self.count,), (self.inner,), (self.outer,)), (0, 2, 1))
+
+
+# A weight, and a box of it as it is seen.
+_Matrix = tuple[Weight, Box]
+
+
+@dataclass(frozen=True)
+class JoinedExperts:
+    """All experts in one checkpoint tensor, gates before ups: ``[count, 2 * inner, outer]`` and ``[count, outer, inner]``.
+
+    Megatron has a parameter for each expert, vLLM one for all of a rank's, as of :class:`Experts`.
+
+    Attributes:
+        prefix: of the Hugging Face names ``{prefix}{gate_up,down}_proj``, of Megatron's ``linear_fc{1,2}.weight{expert}``
+            and of vLLM's ``w13_weight`` and ``w2_weight``.
+        count: experts.
+        inner: rows of gate and up.
+        outer: columns of gate and up.
+        turned: the checkpoint has each matrix the other way round.
+    """
+
+    prefix: str
+    count: int
+    inner: int
+    outer: int
+    turned: bool = False
+
+    def weights(self) -> Iterator[Weight]:
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * self.inner, self.outer),
+            ("down_proj", self.outer, self.inner),
+        ):
+            shape = (columns, rows) if self.turned else (rows, columns)
+            yield Weight(f"{self.prefix}{name}", (self.count, *shape))
+
+    def train(self, place: Place) -> Iterator[Param]:
+        start, stop = place.etp.cut(self.inner)
+        height, every = stop - start, slice(None)
+        for expert in range(*place.ep.cut(self.count)):
+            gate, up, down = self._parts(expert, start, stop)
+            halves = (slice(0, height), slice(height, 2 * height))
+            wide = tuple(
+                self._part(box, (None, half, every)) for box, half in zip((gate, up), halves, strict=True)
+            )
+            yield Param(
+                f"{self.prefix}linear_fc1.weight{expert}", (2 * height, self.outer), place.dtype, wide
+            )
+            narrow = self._part(down, (None, every, every))
+            yield Param(
+                f"{self.prefix}linear_fc2.weight{expert}", (self.outer, height), place.dtype, (narrow,)
+            )
+
+    def gen(self, place: Place) -> Iterator[Param]:
+        first, last = _experts_of(place.ep, self.count)
+        start, stop = place.etp.cut(self.inner)
+        height, columns = stop - start, slice(0, self.outer)
+        w13: list[Part] = []
+        w2: list[Part] = []
+        for local, expert in enumerate(range(first, last)):
+            own = slice(local, local + 1)
+            gate, up, down = self._parts(expert, start, stop)
+            w13.append(self._part(gate, (own, slice(0, height), columns)))
+            w13.append(self._part(up, (own, slice(height, 2 * height), columns)))
+            w2.append(self._part(down, (own, columns, slice(0, height))))
+        count = last - first
+        yield Param(f"{self.prefix}w13_weight", (count, 2 * height, self.outer), place.dtype, tuple(w13))
+        yield Param(f"{self.prefix}w2_weight", (count, self.outer, height), place.dtype, tuple(w2))
+
+    def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        yield Division(f"the experts of {self.prefix}*", self.count, "ep")
+        yield from self.gen_divisions(sizes)
+
+    def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        yield Division(f"the rows of gates of {self.prefix}gate_up_proj", self.inner, "etp")
+
+    def _parts(self, expert: int, start: int, stop: int) -> tuple[_Matrix, _Matrix, _Matrix]:
+        """Rows ``start`` to ``stop`` of an expert's gate and up, and as many columns of its down."""
+        gate_up, down = self.weights()
+        own, outer = (expert, expert + 1), (0, self.outer)
+        return (
+            (gate_up, (own, (start, stop), outer)),
+            (gate_up, (own, (self.inner + start, self.inner + stop), outer)),
+            (down, (own, outer, (start, stop))),
+        )
+
+    def _part(self, matrix: _Matrix, index: Index) -> Part:
+        weight, box = matrix
+        axes = Axes(tuple((n,) for n in weight.shape), (0, 2, 1)) if self.turned else None
+        return Part(weight.name, weight.shape, box, index, axes)
 
 
 def _experts_of(ep: Shard, count: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Projections of a Mamba-2 mixer: several blocks in one weight, each cut by TP on its own."""
+"""Projections of Mamba-2 mixers and gated delta nets: several blocks in one weight, each cut by TP on its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Blocks:
         vllm: vLLM's name.
         blocks: lengths of the blocks.
         tail: the other dimensions.
-        groups: of the state space model; TP has to divide them.
+        groups: of heads that share a state, or a key; TP has to divide them.
     """
 
     hf: str
@@ -39,7 +39,7 @@ class Blocks:
         yield self._param(self.vllm, place)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        yield Division(f"the state space groups of {self.hf}", self.groups, "tp")
+        yield Division(f"the groups of heads of {self.hf}", self.groups, "tp")
 
     gen_divisions = train_divisions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,9 +62,15 @@ def norm(hf: str, megatron: str, size: int) -> Matrix:
 
 
 def fused_qkv(
-    config: Config, prefix: str, *, bias: bool, columns: int, vllm: str = "self_attn."
+    config: Config,
+    prefix: str,
+    *,
+    bias: bool,
+    columns: int,
+    vllm: str = "self_attn.",
+    gated: bool = False,
 ) -> tuple[Unit, ...]:
-    """Query, key and value projections of one layer: weights, and biases if it has them."""
+    """Query, key and value projections of one layer: weights, and biases if it has them; ``gated``: with output gates."""
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config.get("attention_head_dim") or columns // heads
@@ -78,19 +84,22 @@ def fused_qkv(
             groups,
             head_dim,
             columns if kind == "weight" else None,
+            gated,
         )
         for kind in (("weight", "bias") if bias else ("weight",))
     )
 
 
-def attention(config: Config, *, qkv_bias: bool = False, head_norms: bool = False) -> tuple[Unit, ...]:
+def attention(
+    config: Config, *, qkv_bias: bool = False, head_norms: bool = False, gated: bool = False
+) -> tuple[Unit, ...]:
     """Grouped-query attention, with the layer's first norm fused into Megatron's projection."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     units: list[Unit] = [
         norm("input_layernorm", "self_attention.linear_qkv.layer_norm_weight", hidden),
-        *fused_qkv(config, "self_attn.", bias=qkv_bias, columns=hidden),
+        *fused_qkv(config, "self_attn.", bias=qkv_bias, columns=hidden, gated=gated),
         Matrix(
             "self_attn.o_proj.weight",
             "self_attention.linear_proj.weight",
@@ -150,46 +159,64 @@ def router(
     )
 
 
+def language_model(config: Config) -> dict[str, Any]:
+    """What a configuration says of its language model: beside an image encoder's keys it may stand in a part of its own.
+
+    Whether embeddings are tied, the whole says there.
+    """
+    own = config.get("text_config")
+    if own is None:
+        return dict(config)
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**own, **tied}
+
+
 def decoder(
     config: Config,
     layers: list[tuple[Unit, ...]],
     *,
     hf: str = "model.",
+    inside: str = "",
     embedding: str = "embed_tokens",
     last_norm: str = "norm",
     megatron_norm: str = "decoder.final_layernorm.weight",
     vllm_embedding: str = "embed_tokens",
     on_every_stage: bool = False,
+    copied_to: int | None = None,
 ) -> list[Section]:
     """The sections around the layers, and the layers.
 
+    ``inside``: what stands before Megatron's and vLLM's names, where the language model is a part of a larger one.
     ``on_every_stage``: vLLM's model holds embedding, last norm and head on all pipeline stages, used or not.
+    ``copied_to``: number of the prediction layer beside which Bridge exports the embedding and the head once more.
     """
     first: Stage = "every" if on_every_stage else "first"
     final: Stage = "every" if on_every_stage else "last"
     rows, hidden = config["vocab_size"], config["hidden_size"]
     tied = bool(config.get("tie_word_embeddings", False))
-    embed = Vocabulary(
-        f"{embedding}.weight",
-        "embedding.word_embeddings.weight",
-        f"{vllm_embedding}.weight",
-        rows,
-        hidden,
-    )
-    sections = [Section(hf, "", "model.", (embed,), "first", first)]
+    words, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    embed = Vocabulary(f"{embedding}.weight", words, f"{vllm_embedding}.weight", rows, hidden)
+    head = Vocabulary("lm_head.weight", output, "lm_head.weight", rows, hidden)
+    if copied_to is not None:
+        told = "made of {} by Bridge's export, and no part of {}"
+        copies = (f"layers.{copied_to}.embed_tokens.weight",)
+        embed = replace(embed, copies=copies, copied=told.format(f"{hf}{embed.hf}", words))
+        copies = (f"{hf}layers.{copied_to}.shared_head.head.weight",)
+        head = replace(head, copies=copies, copied=told.format(head.hf, output))
+    model = f"{inside}model."
+    sections = [Section(hf, inside, model, (embed,), "first", first)]
     sections += [
-        Section(f"{hf}layers.{i}.", f"decoder.layers.{i}.", f"model.layers.{i}.", units, i, i)
+        Section(f"{hf}layers.{i}.", f"{inside}decoder.layers.{i}.", f"{model}layers.{i}.", units, i, i)
         for i, units in enumerate(layers)
     ]
     sections.append(
-        Section(hf, "", "model.", (norm(last_norm, megatron_norm, hidden),), "last", final),
+        Section(hf, inside, model, (norm(last_norm, megatron_norm, hidden),), "last", final),
     )
     if tied:
-        copy = Vocabulary("", "output_layer.weight", "", rows, hidden)
-        sections.append(Section("", "", "", (copy,), "last", None, second=True))
+        copy = Vocabulary("", output, "", rows, hidden)
+        sections.append(Section("", inside, inside, (copy,), "last", None, second=True))
         if not on_every_stage:
-            sections.append(Section(hf, "", "model.", (embed,), None, "last", second=True))
+            sections.append(Section(hf, inside, model, (embed,), None, "last", second=True))
     else:
-        head = Vocabulary("lm_head.weight", "output_layer.weight", "lm_head.weight", rows, hidden)
-        sections.append(Section("", "", "", (head,), "last", final))
+        sections.append(Section("", inside, inside, (head,), "last", final))
     return sections

@@ -30,6 +30,7 @@ class Part:
         box: the part of it that the parameter holds.
         index: ``parameter[index]`` has the box's shape and holds exactly it.
         axes: by which the box sees the weight, if not as it is.
+        turned: ``parameter[index]`` is a matrix that holds it the other way round.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Part:
     box: Box
     index: Index
     axes: Axes | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ relative to a layer's prefix, so all layers of one kind share their units.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from ....integration.layout import Box
+from ....integration.layout import Box, box_of
 from .storage import Index, Param, Part, Weight
 
 # vLLM pads the rows of embeddings to a multiple of this (DEFAULT_VOCAB_PADDING_SIZE).
@@ -143,6 +143,8 @@ class Vocabulary:
 
     Attributes:
         hf: Hugging Face name; empty for Megatron's second copy of a tied embedding, which Bridge does not export.
+        copies: names under which Bridge exports it once more, which is nothing that a rule places.
+        copied: why.
     """
 
     hf: str
@@ -150,13 +152,17 @@ class Vocabulary:
     vllm: str
     rows: int
     columns: int
+    copies: tuple[str, ...] = ()
+    copied: str = ""
 
     def weights(self) -> Iterator[Weight]:
-        if self.hf:
-            yield Weight(self.hf, (self.rows, self.columns))
+        for name in (self.hf, *self.copies):
+            if name:
+                yield Weight(name, (self.rows, self.columns))
 
     def train(self, place: Place) -> Iterator[Param]:
-        yield self._param(self.megatron, place, place.vocabulary_multiple * place.tp.size)
+        param = self._param(self.megatron, place, place.vocabulary_multiple * place.tp.size)
+        yield replace(param, refused=self.copies, reason=self.copied)
 
     def gen(self, place: Place) -> Iterator[Param]:
         yield self._param(self.vllm, place, _VLLM_VOCABULARY_MULTIPLE)
@@ -191,7 +197,7 @@ class Stacked:
         megatron: one name for all, or one for each.
         vllm: one name for all.
         rows: of each whole weight.
-        columns: of all.
+        columns: of all; None for biases.
         replicated: neither side cuts them.
     """
 
@@ -199,12 +205,12 @@ class Stacked:
     megatron: tuple[str, ...]
     vllm: str
     rows: tuple[int, ...]
-    columns: int
+    columns: int | None
     replicated: bool = False
 
     def weights(self) -> Iterator[Weight]:
         for name, rows in zip(self.hf, self.rows, strict=True):
-            yield Weight(name, (rows, self.columns))
+            yield Weight(name, (rows,) if self.columns is None else (rows, self.columns))
 
     def train(self, place: Place) -> Iterator[Param]:
         if len(self.megatron) == 1:
@@ -225,6 +231,31 @@ class Stacked:
 
     def _shard(self, place: Place) -> Shard:
         return ALONE if self.replicated else place.tp
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A unit of transformers' own module inside of Megatron's model: every rank has its weights whole, under their names."""
+
+    unit: Unit
+
+    def weights(self) -> Iterator[Weight]:
+        return self.unit.weights()
+
+    def train(self, place: Place) -> Iterator[Param]:
+        for weight in self.unit.weights():
+            dtype, box = weight.dtype or place.dtype, box_of(weight.shape)
+            part = Part(weight.name, weight.shape, box, everything(weight.shape))
+            yield Param(weight.name, weight.shape, dtype, (part,))
+
+    def gen(self, place: Place) -> Iterator[Param]:
+        return self.unit.gen(place)
+
+    def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        return iter(())
+
+    def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        return self.unit.gen_divisions(sizes)
 
 
 def stack(name: str, weights: Sequence[Weight], shard: Shard, dtype: torch.dtype) -> Param:

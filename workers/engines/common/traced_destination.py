@@ -196,7 +196,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         asked = _plain(specs), blocks
         if self._asked != asked:
             with self._twin() as twin:
-                trace = _trace(twin, asked[0])
+                trace = self._trace(twin, asked[0])
             self._promised = formats_of(specs, trace, blocks)
             self.agree(on_the_wire(specs, self._promised))
             self._asked, self._answer = asked, dict(self._promised)
@@ -263,7 +263,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         """
         routes = self._agreed()
         for zeros in routes.zeros:
-            zeros.fill(self._parameters[zeros.parameter])
+            zeros.fill(self._target(zeros))
         self._post_load(routes)
         self.version = version
 
@@ -275,29 +275,35 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             )
         return self._routes
 
-    def _target(self, landing: Landing) -> torch.Tensor:
-        """The tensor that has the layout of the landing's parameter as it is loaded."""
-        return self._parameters[landing.parameter]
+    def _target(self, place: Landing | Zeros) -> torch.Tensor:
+        """The tensor that has the layout of the place's parameter as it is loaded."""
+        return self._parameters[place.parameter]
 
     def _follow_parameters(self) -> None:
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = {name: p for name, p in self._model.named_parameters() if self._is_own(p)}
         self._places = [
             (module._parameters, name)
             for module in self._model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter is not None and self._is_own(parameter)
         ]
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether the live model shares a tensor with no other one that is given its weights."""
+        return True
 
     def _traced(self, manifest: Manifest) -> Found:
         blocks = self._blocks()
         with self._twin() as twin:
             before = dict(twin.named_parameters())
-            trace = _trace(twin, manifest)
+            trace = self._trace(twin, manifest)
             require_codes(trace, manifest, before, self._quantize_setting)
-            owners = owners_of(twin)
+            others = self._held_by_others(twin)
+            owners = {name: found for name, found in owners_of(twin).items() if name not in others}
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
-            after = frozenset(name for name, _ in twin.named_parameters())
+            after = frozenset(name for name, _ in twin.named_parameters()) - others
+        trace = self._placing(trace.leaving_buffers(before))
         trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
@@ -312,6 +318,18 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
+
+    def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+        return trace_loader(twin.load_weights, loadable, manifest).without(self._held_by_others(twin))
+
+    def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
+        """Names of parameters and buffers that the live model shares with another one, which is given their weights."""
+        return frozenset()
+
+    def _placing(self, trace: LoaderTrace) -> LoaderTrace:
+        """The trace where those of its ``wider`` and ``again`` are written in place to which this engine sees itself."""
+        return trace
 
     def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, Layout]) -> dict[str, str]:
         """Tensors that no module needs while it takes new weights by ``layouts``, each with the module that it is loaded into."""
@@ -390,11 +408,6 @@ def _plain(specs: Manifest) -> Manifest:
     return tuple((name, tuple(shape), dtype) for name, shape, dtype in specs)
 
 
-def _trace(twin: nn.Module, manifest: Manifest) -> LoaderTrace:
-    loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
-    return trace_loader(twin.load_weights, loadable, manifest)
-
-
 def _strided(parameters: Mapping[str, torch.Tensor]) -> _Strided:
     """What decides where a landing lies in the parameters."""
     return {name: (p.shape, p.stride(), p.dtype) for name, p in parameters.items()}
@@ -427,7 +440,7 @@ def _routed[Layout: ModuleLayout](
     }
     # Zeros are filled where they are as loaded.
     filled = (zeros.parameter for found in trace.zeros.values() for zeros in found)
-    failed |= {module for name in filled if _elsewhere(name, layouts) for module in owners[name]}
+    failed |= {module for name in filled if _rearranged(name, layouts) for module in owners[name]}
     if trace.unknown:
         # One of these may reach any module.
         failed |= layouts.keys()
@@ -460,11 +473,6 @@ def _moved(
     """A landing where the engine put its elements after loading; None if that is no box."""
     by = _rearranged(at.parameter, layouts)
     return at if by is None else at.rearranged(parameters[at.parameter], by)
-
-
-def _elsewhere(name: str, layouts: Mapping[str, ModuleLayout]) -> bool:
-    module, _, parameter = name.rpartition(".")
-    return module in layouts and layouts[module].lands_elsewhere(parameter)
 
 
 def _rearranged(name: str, layouts: Mapping[str, ModuleLayout]) -> Rearrangement | None:

@@ -18,14 +18,16 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
 from ....integration.errors import PlanError
+from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
-from ..common.loader_trace.trace import Landing
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
+from .wider import LARGEST_SHARE, WiderParameters, staged_bytes
 
 # In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
 _READ_POST_LOAD = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
@@ -41,6 +43,8 @@ class SglangRoutes(Routes):
         blocks: modules that hold FP8 blocks.
         as_promised: those of them that get nothing but what the trainer was asked for.
         scaled: attention layers whose scales of the KV cache are parameters.
+        wider: those tensors that are written in place of which a parameter has a wider dtype.
+        again: tensors that SGLang's loader is given once more from where they landed, with that parameter.
     """
 
     placed: dict[str, tuple[Landing, ...]]
@@ -48,12 +52,15 @@ class SglangRoutes(Routes):
     blocks: dict[str, BlockFp8]
     as_promised: frozenset[str]
     scaled: tuple[str, ...]
+    wider: dict[str, tuple[Landing, ...]]
+    again: dict[str, str]
 
 
 class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8]):
     """What one SGLang worker wants of each checkpoint tensor, and how it takes the rest.
 
-    SGLang's own loader may be given full tensors in the place of :meth:`load_weights` if none of them is ``placed``.
+    SGLang's own loader may be given full tensors in the place of :meth:`load_weights` if none of them is ``placed`` and nobody has
+    asked for :meth:`fragments`.
 
     Args:
         runner: the worker's ``ModelRunner``, its model loaded.
@@ -68,12 +75,19 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         self._runner = runner
         # Where the scales of parameters land that are packed in the live model.
         self._staged: dict[str, torch.Tensor] = {}
+        self._wider = WiderParameters()
         super().__init__(device)
 
     @property
     def gives_memory_back(self) -> bool:
         """Whether SGLang lets its memory saver unmap the weights."""
         return bool(self._runner.server_args.enable_memory_saver)
+
+    def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
+        """As :meth:`TracedDestination.fragments`; of parameters of a wider dtype the views are of memory beside them."""
+        routes = self.agree(specs)
+        self._wider.stage((at for found in routes.wider.values() for at in found), self._parameters)
+        return super().fragments(specs)
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """Codes that :func:`~.fp8.follow_scales` quantizes once more, since other scales came than the trainer was asked for; and
@@ -138,11 +152,30 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             blocks=traced.blocks,
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
+            wider={name: found for name, found in shared.landings.items() if name in traced.trace.wider},
+            again={
+                name: found[0].parameter
+                for name, found in shared.landings.items()
+                if name in traced.trace.again
+            },
         )
+
+    def _placing(self, trace: LoaderTrace) -> LoaderTrace:
+        # What SGLang's loader makes of a parameter (a norm's weight and 1) it makes again at the end of a refit.
+        landings = dict(trace.again)
+        wider = [at for found in trace.wider.values() for at in found]
+        if staged_bytes(wider, self._parameters) <= LARGEST_SHARE * self.kept_bytes:
+            landings |= trace.wider
+        return trace.placing(landings)
 
     def _post_load(self, routes: SglangRoutes) -> None:
         modules = dict(self._model.named_modules())
         with torch.no_grad():
+            self._wider.fill()
+            if routes.again:
+                self._model.load_weights(
+                    (name, self._parameters[at].detach()) for name, at in routes.again.items()
+                )
             for name in routes.processed:
                 with device_loading_context(modules[name], self._device):
                     modules[name].quant_method.process_weights_after_loading(modules[name])
@@ -155,18 +188,24 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 self._model.post_load_weights()
 
     def _target(self, landing: Landing) -> torch.Tensor:
+        narrow = self._wider.target(landing)
+        if narrow is not None:
+            return narrow
         return self._staged.get(landing.parameter, self._parameters[landing.parameter])
 
     def _loaded_by_sglang(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is left of ``weights`` when those that SGLang's loader can't write are where they belong."""
-        placed = self._agreed().placed
+        routes = self._agreed()
+        # What finish() copies into wider parameters has to be where it copies from.
+        staged = routes.wider if self._wider else {}
         for name, tensor in weights:
-            if name not in placed:
+            landings = routes.placed.get(name) or staged.get(name)
+            if landings is None:
                 yield name, tensor
                 continue
-            for landing in placed[name]:
+            for landing in landings:
                 landing.write(tensor, self._target(landing))
 
 

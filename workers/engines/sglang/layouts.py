@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from sglang.srt.layers.quantization import unquant
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
     UnquantizedFusedMoEMethod,
@@ -21,12 +21,6 @@ from torch import nn
 
 from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .fp8 import block_fp8
-
-# Their loaders subtract nothing and add nothing.
-_NORMS = "sglang.srt.layers.layernorm"
-_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-# By name, since not every model's module can be imported everywhere. It multiplies what it looks up.
-_EMBEDDING = "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding"
 
 
 @dataclass(frozen=True)
@@ -67,19 +61,24 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
     if isinstance(method, UnquantizedFusedMoEMethod):
         effect = _experts_effect(method)
         return SglangLayout(f"layer {name}: {effect}", loadable=False) if effect else SglangLayout()
-    if isinstance(method, QuantizeMethodBase):
+    if method is not None:
         return SglangLayout(
             f"layer {name}: process_weights_after_loading of {type(method).__name__} may rewrite the layout",
             processed=True,
         )
-    if type(live).__module__ == _NORMS or isinstance(live, _TORCH_NORMS):
-        derived = sorted(live._buffers.keys() - twin._parameters.keys())
-        return SglangLayout(f"layer {name}: it may compute with {derived[0]}" if derived else "")
-    if f"{type(live).__module__}.{type(live).__qualname__}" == _EMBEDDING:
-        return SglangLayout()
-    return SglangLayout(
-        f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"
-    )
+    made = sorted(_tensors(live).keys() - _tensors(twin).keys())
+    if made:
+        return SglangLayout(
+            f"layer {name}: it holds {made[0]}, which was made after {type(live).__name__} and may be of its weights"
+        )
+    # SGLang does nothing with it after a load, so what its loader is seen to do, which is no more than to copy, is all.
+    return SglangLayout()
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a module holds of its own, parameters, buffers and tensors beside them."""
+    held = {**module._parameters, **module._buffers, **vars(module)}
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:

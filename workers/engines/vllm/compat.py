@@ -60,6 +60,7 @@ WORKER = (
     Needed(f"{_LOADER}.reload", "finalize_layerwise_reload"),
     Needed(f"{_LOADER}.reload.layerwise", "get_layerwise_info", ("layer",)),
     Needed(f"{_LOADER}.reload.layerwise", "_get_original_loader", ("tensor",)),
+    Needed(f"{_LOADER}.reload.meta", "materialize_meta_tensor", ("meta_tensor",)),
     Needed(f"{_LOADER}.reload.utils", "get_layer_tensors", ("layer",)),
     Needed(
         f"{_LOADER}.reload.types",
@@ -118,7 +119,19 @@ MARLIN_NVFP4 = (
     Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_global_scale", ("global_scale", "a_dtype")),
 )
 # A drafter beside the model.
-SPECULATIVE = (Needed("vllm.config", "SpeculativeConfig", ("method", "model", "draft_load_config")),)
+SPECULATIVE = (
+    Needed(
+        "vllm.config", "SpeculativeConfig", ("method", "model", "draft_load_config", "draft_model_config")
+    ),
+    Needed("vllm.config", "SpeculativeConfig", ("attention_backend", "moe_backend")),
+    Needed("vllm.config", "VllmConfig", ("attention_config", "kernel_config")),
+    Needed("vllm.config", "AttentionConfig", ("backend",)),
+    Needed("vllm.config", "KernelConfig", ("moe_backend",)),
+    Needed("vllm.distributed", "get_pp_group"),
+    Needed(f"{_LOADER}.utils", "initialize_model", ("model_config",)),
+)
+# The switch of a check that a drafter's loader gets weights of all layers in each call; earlier releases have none.
+MTP_SWITCH = (Needed(f"{_LOADER}.mtp_validation", "disable_mtp_completeness_check"),)
 # policy.refit.kv_scales
 KV_SCALES = (Needed("vllm.v1.attention.backend", "AttentionType.DECODER"),)
 # policy.refit.lora=adapter

@@ -69,17 +69,19 @@ def check_complete(
         "export, start the engine with load_format=auto, which keeps what the checkpoint or the module gave it"
         for name in sorted(filled)
     }
+    touched = frozenset().union(*trace.touched.values())
     has_to_come = (
         name
         for name in (parameters | filled) - unused
-        if not any(_may_lack(model.get_submodule(module)) for module in owners[name])
+        if not any(_may_lack(model.get_submodule(module), name in touched) for module in owners[name])
     )
     require_reached(trace, has_to_come, held, fixed)
 
 
-def _may_lack(live: nn.Module) -> bool:
-    """Whether vLLM itself leaves elements of a module unloaded: padding, and scales of attention that it sets to 1."""
-    return has_padding(live) or isinstance(live, ATTENTION_MODULES)
+def _may_lack(live: nn.Module, touched: bool) -> bool:
+    """Whether vLLM itself leaves elements of a parameter unloaded: padding, if a tensor brings the others, and scales of attention
+    that it sets to 1."""
+    return (touched and has_padding(live)) or isinstance(live, ATTENTION_MODULES)
 
 
 def _filled_buffers(model: nn.Module) -> set[str]:

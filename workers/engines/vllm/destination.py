@@ -8,14 +8,14 @@ rank's tensor, pipeline and expert parallel groups.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, ModelConfig, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
@@ -24,22 +24,24 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.errors import RefitError
+from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.quantized import HoldsCodes
-from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
-from .compat import FP8, SPECULATIVE, require_supported_vllm
+from .compat import FP8, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
-from .drafters import check_drafter, check_follows
+from .drafters import check_follows
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
-from .layouts import VllmLayout, module_layout
-from .mxfp8 import Mxfp8Layers, mxfp8_modules
-from .nvfp4 import Nvfp4Layers
-from .nvfp4_making import Making, PackedForm
+from .layouts import VllmLayout, has_padding, module_layout
+from .mxfp4 import check_experts
+from .mxfp8 import mxfp8_modules
+from .packed_layers import PackedLayers
+from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
 
@@ -82,7 +84,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._vllm_config = vllm_config
         self._reset_caches = tuple(reset_caches)
         self._kernel_layouts = KernelLayouts(vllm_config, device)
-        self._packed_layers = (Nvfp4Layers(vllm_config, device), Mxfp8Layers(vllm_config, device))
+        self._packed_layers = PackedLayers(vllm_config, device)
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
         self._made_at: Hashable = None
@@ -113,7 +115,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         if routes is not before or places != self._made_at:
             self._made_at = places
             modules = {module: (held[module], form) for module, form in routes.packed.items()}
-            self._making = Making(modules, self._device) if modules else None
+            padding = _padding(routes, self._model)
+            self._making = Making(modules, self._device, padding) if modules else None
         return routes
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -161,10 +164,9 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         if not layout.reload:
             return layout
         try:
-            for layers in self._packed_layers:
-                packed = layers.of(live, twin)
-                if packed is not None:
-                    return VllmLayout(placed=True, packed=packed, otherwise=layout)
+            packed = self._packed_layers.of(live, twin)
+            if packed is not None:
+                return VllmLayout(placed=True, packed=packed, otherwise=layout)
             found = self._kernel_layouts.of(live, twin)
         except NotRearranged as reason:
             return replace(layout, reason=f"{layout.reason} ({reason})")
@@ -180,9 +182,9 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
                 found[name] = min(modules)
         return found
 
-    def _target(self, landing: Landing) -> torch.Tensor:
-        packed = None if self._making is None else self._making.landing(*_apart(landing.parameter))
-        return super()._target(landing) if packed is None else packed
+    def _target(self, place: Landing | Zeros) -> torch.Tensor:
+        packed = None if self._making is None else self._making.landing(*_apart(place.parameter))
+        return super()._target(place) if packed is None else packed
 
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         check_follows(self._vllm_config, traced.trace)
@@ -239,6 +241,22 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             reset()
 
 
+def _padding(routes: VllmRoutes, model: nn.Module) -> dict[tuple[str, str], list[Box]]:
+    """By module and parameter those boxes of padded packed layers in which nothing lands, as they are loaded."""
+    padded = {name: form for name, form in routes.packed.items() if has_padding(model.get_submodule(name))}
+    landings: dict[tuple[str, str], list[Landing]] = defaultdict(list)
+    for found in routes.landings.values():
+        for landing in found:
+            landings[_apart(landing.parameter)].append(landing)
+    rest: dict[tuple[str, str], list[Box]] = {}
+    for module, form in padded.items():
+        for name, (shape, dtype) in form.loaded.items():
+            as_loaded = torch.empty(shape, dtype=dtype, device="meta")
+            boxes = [landing.box_in(as_loaded) for landing in landings[module, name]]
+            rest[module, name] = subtract_all(box_of(shape), boxes)
+    return rest
+
+
 def _apart(name: str) -> tuple[str, str]:
     """A parameter's module, and its name there."""
     module, _, parameter = name.rpartition(".")
@@ -265,20 +283,29 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             stage="trace",
         )
     copied_sinks(model)
+    check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
-    if vllm_config.speculative_config is not None:
-        require_supported_vllm(SPECULATIVE)
-    check_drafter(vllm_config)
 
 
 @contextmanager
-def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
+def meta_twin(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    is_own: Callable[[torch.Tensor], bool] = lambda tensor: True,
+) -> Iterator[nn.Module]:
     """A second ``model`` for this rank with all weights on the meta device, before any post-load step.
 
     ``model`` and ``vllm_config`` are left as they are: the twin registers its layers in a copy of the
     compilation configuration, and what modules it shares with the live model (vLLM caches rotary
     embeddings for the process) keep their reload metadata. The twin must not be used after the context.
+
+    Args:
+        model: the live one.
+        vllm_config: of the worker.
+        model_config: of a model beside the one that is served; None for that one.
+        is_own: whether a tensor of ``model`` is its own, and not one that vLLM put in the place of its own after loading.
     """
     with (
         _shared_state_kept(model),
@@ -286,8 +313,8 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         torch.device("meta"),
         IntegerTablesStayReal(),
     ):
-        twin = initialize_model(vllm_config=_twin_config(vllm_config)).eval()
-        _tie_as(model, twin)
+        twin = initialize_model(vllm_config=_twin_config(vllm_config), model_config=model_config).eval()
+        _tie_as(model, twin, is_own)
     # vLLM keeps which pipeline layers a model misses by id(model), for ever. A twin may get the id of a model that
     # is gone, and a later model the twin's.
     _forget_missing_layers(twin)
@@ -298,13 +325,15 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         _forget_missing_layers(twin)
 
 
-def _tie_as(model: nn.Module, twin: nn.Module) -> None:
-    """Let those modules of ``twin`` share a parameter that share one in ``model``.
+def _tie_as(model: nn.Module, twin: nn.Module, is_own: Callable[[torch.Tensor], bool]) -> None:
+    """Let those modules of ``twin`` share a parameter that share one of its own in ``model``.
 
     vLLM builds a model untied whose checkpoint has a head beside tied embeddings, and ties it after loading if both are equal.
     """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_own(parameter):
+            continue
         shared = first.setdefault(id(parameter), name)
         if shared != name:
             path, _, attribute = name.rpartition(".")

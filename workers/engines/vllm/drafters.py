@@ -1,19 +1,25 @@
-"""Drafters, the separate models by which vLLM decodes speculatively. No refit reaches them.
+"""Drafters, the separate models by which vLLM decodes speculatively: which of them refits reach.
 
 The refitted model verifies each token of a draft. So a drafter with old weights changes no text, but fewer of its tokens are
-accepted. MTP layers that the policy trains are refused, because users expect them to follow. MTP layers that the trainer doesn't
-have keep their weights, like a drafter of another checkpoint.
+accepted. MTP layers of the served checkpoint follow the policy where it trains them (:mod:`.drafted`). All other drafters keep
+their weights, and where users would expect them to follow, the engine is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from ....integration.errors import PlanError, RefitError
 from ..common.loader_trace.trace import LoaderTrace
+from .compat import MTP_SWITCH, has, kind_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +28,12 @@ _WITHOUT_WEIGHTS: Final = frozenset({"ngram", "[ngram]", "ngram_gpu", "suffix", 
 # MTP layers have a module of their own (Qwen3-Next, MiMo, LongCat, ERNIE), or follow the last layer (DeepSeek, GLM).
 _MTP_MODULE: Final = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 _LAYER: Final = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
+# Their loaders refuse a call without weights of each MTP layer, and have no other switch.
+_MODELS: Final = "vllm.model_executor.models"
+_WANT_ALL_LAYERS: Final = (
+    f"{_MODELS}.deepseek_mtp.DeepSeekMTP",
+    f"{_MODELS}.deepseek_v4_mtp.DeepSeekV4MTP",
+)
 STAYS: Final = "refits don't reach the drafter, which would go on with the weights of its start"
 
 
@@ -30,27 +42,52 @@ def has_weights(method: str | None) -> bool:
     return method not in _WITHOUT_WEIGHTS
 
 
-def check_drafter(vllm_config: Any) -> None:
-    """Refuse a drafter that is the served checkpoint itself, and tell what happens to any other.
-
-    Whether the policy trains MTP layers is known with the manifest: see :func:`check_follows`.
+def may_follow(vllm_config: Any) -> bool:
+    """Whether the drafter is MTP layers of the checkpoint that the engine serves, so that refits may bring its weights.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``; not named in the signature, since trainers that have no vLLM import this module.
+    """
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and is_mtp(speculative.method)
+        and speculative.model == vllm_config.model_config.model
+    )
+
+
+def is_mtp(method: str | None) -> bool:
+    """Whether a method of ``speculative_config`` drafts with MTP layers."""
+    return str(method).endswith("mtp")
+
+
+def check_drafter(vllm_config: Any) -> None:
+    """Refuse a drafter that is all of the served checkpoint, and tell of one that no refit reaches.
+
+    MTP layers of the served checkpoint follow the policy if it trains them, which is known with the manifest.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
 
     Raises:
         RefitError: the drafter is all of the checkpoint that the engine serves, which is what the policy trains.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_weights(speculative.method):
+    if speculative is None or not has_weights(speculative.method) or may_follow(vllm_config):
         return
-    method, drafter = speculative.method, speculative.model
-    if drafter == vllm_config.model_config.model and not _is_mtp(speculative):
+    if speculative.model == vllm_config.model_config.model:
         raise RefitError(
-            f"the engine decodes speculatively ({method}) with a drafter of the policy's own weights; {STAYS}, however far the "
-            "policy is trained. Start vLLM without speculative_config, or with a method that has no weights (ngram, suffix)",
+            f"the engine decodes speculatively ({speculative.method}) with a drafter of the policy's own weights; {STAYS}, however "
+            "far the policy is trained. Start vLLM without speculative_config, with MTP layers (method mtp), or with a method that "
+            "has no weights (ngram, suffix)",
             stage="trace",
         )
+    tell_of_stay(vllm_config)
+
+
+def tell_of_stay(vllm_config: Any) -> None:
+    """Log a warning that no refit reaches the drafter, and what becomes of it."""
+    speculative = vllm_config.speculative_config
     random = (
         ". It was started with load_format=dummy and holds random numbers: give speculative_config a draft_load_config with "
         "load_format auto"
@@ -61,15 +98,15 @@ def check_drafter(vllm_config: Any) -> None:
         "the engine decodes speculatively (%s) with %s; %s. Texts stay those of the refitted model, which verifies each draft; "
         "the further it is trained, the fewer tokens are accepted. A sleep of level 2 discards the drafter for good: sleep at "
         "level 1%s",
-        method,
-        drafter,
+        speculative.method,
+        speculative.model,
         STAYS,
         random,
     )
 
 
 def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
-    """Refuse MTP layers as the drafter of a policy that trains them.
+    """Refuse MTP layers of another checkpoint as the drafter of a policy that trains its own.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -79,29 +116,71 @@ def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
         PlanError: names the first weight of the manifest that was meant for the drafter.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or not _is_mtp(speculative):
+    if speculative is None or not is_mtp(speculative.method) or may_follow(vllm_config):
         return
-    trained = sorted(_mtp_weights(trace, vllm_config.model_config.get_total_num_hidden_layers()))
+    # Tensors of other ranks are left aside too, so that the name has to tell.
+    aside = (n for n, touched in trace.touched.items() if not touched and n not in trace.unknown)
+    trained = sorted(mtp_weights(aside, vllm_config))
     if trained:
         raise PlanError(
-            f"the engine decodes speculatively ({speculative.method}) with MTP layers that the policy trains: the manifest has "
-            f"{len(trained)} of their weights, and {STAYS}, however far the policy is trained. Start vLLM without "
-            "speculative_config or with a method that has no weights (ngram, suffix), or train without MTP layers",
+            f"the engine decodes speculatively ({speculative.method}) with MTP layers of another checkpoint ({speculative.model}), "
+            f"and the policy trains MTP layers: the manifest has {len(trained)} of their weights, and {STAYS}, however far the "
+            "policy is trained. Leave model out of speculative_config, so that vLLM takes those of the served checkpoint, which "
+            "refits bring; or start vLLM without speculative_config, or train without MTP layers",
             stage="trace",
             parameter=trained[0],
         )
 
 
-def _is_mtp(speculative: Any) -> bool:
-    return str(speculative.method).endswith("mtp")
-
-
-def _mtp_weights(trace: LoaderTrace, layers: int) -> Iterator[str]:
-    """Names of MTP layers among the tensors that the loader leaves aside, in a model of so many layers."""
-    for name, touched in trace.touched.items():
-        # Tensors of other ranks are left aside too, so that the name has to tell.
-        if touched or name in trace.unknown:
-            continue
+def mtp_weights(names: Iterable[str], vllm_config: Any) -> Iterator[str]:
+    """Those of ``names`` that are weights of MTP layers, by the names that checkpoints give them."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    for name in names:
         layer = _LAYER.match(name)
         if _MTP_MODULE.search(name) or (layer and int(layer[1]) >= layers):
             yield name
+
+
+def live_drafter(runner: Any) -> nn.Module | None:
+    """The model by which a worker drafts; None where it has none.
+
+    Args:
+        runner: the worker's model runner, of vLLM's V1 or V2. Later releases of both have a method that tells.
+    """
+    from torch import nn
+
+    if hasattr(runner, "get_draft_model"):
+        found = runner.get_draft_model()
+    else:
+        drafts = (getattr(runner, name, None) for name in ("drafter", "speculator"))
+        found = next((getattr(by, "model", None) for by in drafts if by is not None), None)
+    return found if isinstance(found, nn.Module) else None
+
+
+@contextmanager
+def taken_in_parts(drafter: nn.Module) -> Iterator[None]:
+    """Let a drafter's loader take less than all of its layers in one call, as refits bring them.
+
+    Some loaders check each call for a whole checkpoint. Later releases have a switch for that.
+    """
+    if _has_switch():
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            yield
+        return
+    if kind_of(drafter) not in _WANT_ALL_LAYERS:
+        yield
+        return
+    # The check asks for so many layers, and all else in the loader goes by names.
+    inner: Any = drafter.model
+    layers, inner.num_mtp_layers = inner.num_mtp_layers, 0
+    try:
+        yield
+    finally:
+        inner.num_mtp_layers = layers
+
+
+@functools.cache
+def _has_switch() -> bool:
+    return has(MTP_SWITCH)

@@ -18,10 +18,12 @@ from ....integration.session import ServingState
 from ....integration.weights.manifest import TensorSpec, dtype_of
 from ..common.answers import answered
 from .compat import require_supported_vllm
+from .drafters import live_drafter
 from .patches import Refitted, prepare_worker_process
 
 if TYPE_CHECKING:
     from .destination import VllmDestination
+    from .drafted import DraftedDestination
     from .worker_refit import WorkerRefit
 
 
@@ -138,15 +140,16 @@ class VllmRefitExtension(Refitted):
         Returns:
             Hugging Face name to the format as plain data; only of weights that this worker loads.
         """
-        from .destination import VllmDestination
-
         # One of its own: what is asked here must not become a promise to the epoch that may be open.
-        asked = VllmDestination(self.model_runner.get_model(), self.vllm_config, self.model_runner.device)
+        asked = self._refit.new_destination()
         return {name: to_json(format) for name, format in asked.quantized(_read(manifest)).items()}
 
     @answered
     def refit_parameter_bytes(self, names: Sequence[str] = ()) -> dict[str, Any]:
-        """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names."""
+        """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names.
+
+        Those of a drafter alone have ``drafter.`` before vLLM's name.
+        """
         return {name: _bytes_of(found) for name, found in self._refit_selected(names).items()}
 
     @answered
@@ -166,12 +169,17 @@ class VllmRefitExtension(Refitted):
         return self._refit.refit_state
 
     @property
-    def refit_destination(self) -> VllmDestination:
+    def refit_destination(self) -> VllmDestination | DraftedDestination:
         """This worker's live model as the destination of refits."""
         return self._refit.destination
 
     def _refit_selected(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        parameters = dict(self.model_runner.get_model().named_parameters())
+        served = self.model_runner.get_model()
+        parameters: dict[str, torch.Tensor] = dict(served.named_parameters())
+        drafter = live_drafter(self.model_runner)
+        if drafter is not None:
+            shared = {id(parameter) for parameter in parameters.values()}
+            parameters |= {f"drafter.{n}": p for n, p in drafter.named_parameters() if id(p) not in shared}
         if not names:
             return parameters
         absent = sorted(set(names) - parameters.keys())

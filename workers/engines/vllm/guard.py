@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
-from ....integration.colocated.stages import TAGS
+from ....integration.colocated.stages import TAGS, WEIGHTS
 from ....integration.gpu_memory.driver import DriverError, call, driver, missing
 from ....integration.session import ServingState
 from ..common.guard import WeightsGuard, call_after, call_before
+from .drafters import live_drafter
 
 # The level from which the weights are not kept on the host.
 _DISCARDING = 2
+# An attribute of workers that keep the buffers of their drafter through such a sleep.
+_KEEPS_DRAFTERS = "_sleep_saved_draft_buffers"
 
 
 def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
@@ -46,19 +49,42 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
         finally:
             warming_up = False
 
+    kept: dict[str, torch.Tensor] = {}
+
+    def before_sleep(level: int = 1) -> None:
+        # vLLM keeps those of the model that it serves, and later releases the drafter's too.
+        if level >= _DISCARDING and WEIGHTS not in guard.asleep and not hasattr(worker, _KEEPS_DRAFTERS):
+            buffers = _drafters_buffers(worker.model_runner)
+            kept.update((name, buffer.to("cpu", copy=True)) for name, buffer in buffers.items())
+
     def slept(level: int = 1) -> None:
         guard.slept(TAGS)
         if level >= _DISCARDING:
             guard.discarded(f"a level {level} sleep discarded the weights")
 
     def woke(tags: list[str] | None = None) -> None:
-        guard.woke(TAGS if tags is None else tags)  # vLLM wakes all where it is given no tags
+        woken = TAGS if tags is None else tags  # vLLM wakes all where it is given no tags
+        guard.woke(woken)
+        if kept and WEIGHTS in woken:
+            for name, buffer in _drafters_buffers(worker.model_runner).items():
+                buffer.data.copy_(kept[name])
+            kept.clear()
 
     worker.compile_or_warm_up_model = warm_up
     call_before(worker.model_runner, "execute_model", before_step)
+    call_before(worker, "sleep", before_sleep)
     call_after(worker, "sleep", slept)
     call_after(worker, "wake_up", woke)
     return guard
+
+
+def _drafters_buffers(runner: Any) -> dict[str, torch.Tensor]:
+    """Buffers of the drafter alone, by name."""
+    drafter = live_drafter(runner)
+    if drafter is None:
+        return {}
+    shared = {id(buffer) for buffer in runner.get_model().buffers()}
+    return {name: buffer for name, buffer in drafter.named_buffers() if id(buffer) not in shared}
 
 
 def _is_unmapped(model: torch.nn.Module) -> bool:

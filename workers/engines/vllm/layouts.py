@@ -22,7 +22,7 @@ from .compat import kind_of
 from .fp8 import block_fp8
 
 if TYPE_CHECKING:
-    from .nvfp4_making import PackedForm
+    from .packed_making import PackedForm
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
@@ -47,11 +47,6 @@ class VllmLayout(ModuleLayout):
 
     reload: bool = False
     packed: PackedForm | None = None
-
-    def lands_elsewhere(self, parameter: str) -> bool:
-        """As :meth:`ModuleLayout.lands_elsewhere`."""
-        packed = self.packed is not None and self.packed.lands_elsewhere(parameter)
-        return packed or super().lands_elsewhere(parameter)
 
     @property
     def separable(self) -> bool:

@@ -12,7 +12,8 @@ layers and its method for experts (``compressed_tensors_w8a8_mxfp8.py``, ``compr
   model's dtype, which BF16 does without loss.
 
 ModelOpt's method for experts computes with FlashInfer's TRT-LLM kernels alone, which shuffle rows: it takes the misc path. So do layers
-that vLLM itself quantizes as it loads them (``quantization="mxfp8"``), whose loader takes no codes.
+that vLLM itself quantizes as it loads them (``quantization="mxfp8"``), whose loader takes no codes. What :mod:`.packed_layers` says
+holds for the others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ....integration.layout.codes import Codes, Letters
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Mxfp8
 from .compat import kind_of
-from .nvfp4_making import Derived, Shapes
-from .packed_layers import PackedLayers
+from .layouts import has_padding
+from .packed_making import Order, PackedForm, Shapes, any_bytes
 
 # By name: an engine without such layers imports none of these.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -79,13 +80,13 @@ def mxfp8_modules(model: nn.Module) -> dict[str, Mxfp8Weights]:
     return found
 
 
-class Mxfp8Layers(PackedLayers):
-    """The layers of :func:`mxfp8_modules`."""
+class Mxfp8Layers:
+    """A :class:`.packed_layers.PackedFormat`, of the layers of :func:`mxfp8_modules`."""
 
-    def _kind(self, live: nn.Module) -> str:
+    def kind(self, live: nn.Module) -> str:
         return _kind_of(live)
 
-    def _kernel(self, live: Any) -> str:
+    def kernel(self, live: Any) -> str:
         kind = _kind_of(live)
         if kind == _MODELOPT_EXPERTS:
             raise NotRearranged("what FlashInfer's TRT-LLM kernels make of experts is not known")
@@ -100,36 +101,30 @@ class Mxfp8Layers(PackedLayers):
             known = _LINEAR_KERNELS.get(kind_of(kernel))
         if known is None:
             raise NotRearranged(f"what {name} makes of codes and scales is not known")
+        if has_padding(live):
+            raise NotRearranged("its experts are padded with elements that no refit brings")
         return known
 
-    def _codes(self, loaded: Shapes, kernel: str, dtype: torch.dtype) -> dict[str, Codes]:
+    def asked(
+        self, live: Any, loaded: Shapes, kernel: str, device: torch.device
+    ) -> tuple[Mapping[str, Codes], frozenset[str]]:
         if kernel == _MARLIN and any(name.endswith("bias") for name in loaded):
             raise NotRearranged("it has a bias, which Marlin puts in another order, too")
-        return {
+        asked = {
             name: Letters(shape, kind, _LETTERS, _LETTERS)
             for name, (shape, kind) in loaded.items()
             if kind.itemsize == 1
         }
+        return asked, frozenset()
 
-    def _staged(self, loaded: Shapes) -> tuple[str, ...]:
-        return ()
+    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
+        return PackedForm(loaded, (), orders, (), live.params_dtype)
 
-    def _derived(self, loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:
-        return iter(())
+    def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        yield any_bytes(loaded, device)
 
-    def _noise(self, loaded: Shapes) -> Iterator[dict[str, torch.Tensor]]:
-        generator = torch.Generator(self._device).manual_seed(0)
-        yield {
-            name: torch.randint(
-                0,
-                256,
-                (*shape[:-1], shape[-1] * kind.itemsize),
-                dtype=torch.uint8,
-                device=self._device,
-                generator=generator,
-            ).view(kind)
-            for name, (shape, kind) in loaded.items()
-        }
+    def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
+        return {}
 
 
 def _kind_of(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Layers that vLLM's ModelOpt methods hold in NVFP4: what vLLM makes of them after loading, and made anew by refits where it is.
+"""Layers that vLLM's ModelOpt methods hold in NVFP4: what vLLM makes of them after loading.
 
 This was read in vLLM 0.21 (``quantization/modelopt.py``, ``kernels/linear/nvfp4``, ``fused_moe/oracle/nvfp4.py`` and
 ``utils/marlin_utils_fp4.py``). Of what a checkpoint has of a layer
@@ -8,9 +8,7 @@ This was read in vLLM 0.21 (``quantization/modelopt.py``, ``kernels/linear/nvfp4
 - global scales become other parameters: the largest of the parts of a matrix, its inverse, products, and for Marlin that less the
   power of two.
 
-So codes and scales land in the live parameters as a checkpoint has them, and global scales beside the model. Once all have landed,
-orders and global scales are made for all layers together, in the live memory: CUDA graphs stay valid, and no Python runs for each
-tensor. How Marlin's order is found out, and how it is known that what is made is right, :mod:`.packed_layers` says.
+So codes and scales land in the live parameters, and global scales beside the model. What :mod:`.packed_layers` says holds for them.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from .compat import kind_of
-from .nvfp4_making import Derived, Formula, Shapes, marlins_maps
-from .packed_layers import PackedLayers
+from .layouts import has_padding
+from .packed_making import Derived, Formula, Order, PackedForm, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
@@ -45,14 +43,14 @@ _EXPERT_BACKENDS = {"MARLIN": _MARLIN}
 _LETTERS = tuple(range(0x78, 0x7F))
 
 
-class Nvfp4Layers(PackedLayers):
-    """The layers that ModelOpt's methods hold in NVFP4."""
+class Nvfp4:
+    """A :class:`.packed_layers.PackedFormat`."""
 
-    def _kind(self, live: nn.Module) -> str:
+    def kind(self, live: nn.Module) -> str:
         kind = kind_of(getattr(live, "quant_method", None))
         return kind if kind in (_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS) else ""
 
-    def _kernel(self, live: Any) -> str:
+    def kernel(self, live: Any) -> str:
         method = live.quant_method
         if kind_of(method) == _EXPERTS:
             name = method.nvfp4_backend.name
@@ -64,34 +62,39 @@ class Nvfp4Layers(PackedLayers):
             known = _LINEAR_KERNELS.get(kind_of(method.kernel))
         if known is None:
             raise NotRearranged(f"what {name} makes of packed tensors is not known")
+        if has_padding(live):
+            raise NotRearranged("its experts are padded with elements that no refit brings")
         return known
 
-    def _codes(self, loaded: Shapes, kernel: str, dtype: torch.dtype) -> dict[str, Codes]:
+    def asked(
+        self, live: Any, loaded: Shapes, kernel: str, device: torch.device
+    ) -> tuple[Mapping[str, Codes], frozenset[str]]:
+        asked: dict[str, Codes] = {}
         if kernel == _EMULATION:
-            return {}
+            return asked, frozenset()
         if any(name.endswith("bias") for name in loaded):
             raise NotRearranged("it has a bias, which Marlin puts in another order, too")
-        become = tuple(marlins_maps(dtype, self._device).maps[0][list(_LETTERS)].tolist())
-        asked: dict[str, Codes] = {}
+        become = tuple(marlins_maps(live.params_dtype, device).maps[0][list(_LETTERS)].tolist())
         for name, (shape, kind) in loaded.items():
             if name.endswith("weight"):
                 asked[name] = Nibbles((*shape[:-1], shape[-1] * 2))
             elif name.endswith("weight_scale"):
                 asked[name] = Letters(shape, kind, _LETTERS, become)
-        return asked
+        return asked, frozenset(name for name in asked if name.endswith("weight_scale"))
 
-    def _staged(self, loaded: Shapes) -> tuple[str, ...]:
-        return tuple(name for name in loaded if name.endswith(("weight_scale_2", "input_scale")))
+    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
+        staged = tuple(n for n in loaded if n.endswith(("weight_scale_2", "input_scale")))
+        if any(loaded[name][1] != torch.float32 for name in staged):
+            raise NotRearranged("its global scales are not FP32")
+        kind = kind_of(live.quant_method)
+        derived = tuple(_of_experts(loaded) if kind == _EXPERTS else _of_linear(loaded, kernel, kind))
+        return PackedForm(loaded, staged, orders, derived, live.params_dtype)
 
-    def _derived(self, loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:
-        return _of_experts(loaded) if kind == _EXPERTS else _of_linear(loaded, kernel, kind)
+    def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        for seed, largest in enumerate((0x7E, 0x2F, 0x01)):
+            yield _noise(loaded, largest, seed, device)
 
-    def _noise(self, loaded: Shapes) -> Iterator[dict[str, torch.Tensor]]:
-        return (
-            _noise(loaded, largest, seed, self._device) for seed, largest in enumerate((0x7E, 0x2F, 0x01))
-        )
-
-    def _held_by_kernel(self, live: Any) -> Mapping[str, torch.Tensor | None]:
+    def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
         method = live.quant_method
         if kind_of(method) != _EXPERTS:
             return {}

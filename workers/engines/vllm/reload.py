@@ -20,10 +20,12 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from ....integration.errors import RefitError
 from ..common.loader_trace.trace import Landing
-from .layouts import packing_experts
+from .layouts import has_padding, packing_experts
 from .mxfp8 import MXFP8_EXPERTS
 
 # By name, since an engine without FP8 imports none of it; subclasses too.
@@ -163,6 +165,11 @@ class ScopedReload:
         if self._active:
             try:
                 with self._context():
+                    # What vLLM restores is undefined memory, and no tensor brings padding. Such layers wait until now, since vLLM
+                    # counts what comes of them; one at a time is restored.
+                    for module in filter(has_padding, self._modules.values()):
+                        _restore_as_zeros(module)
+                        finalize_layerwise_reload(_ReloadScope([module]), self._vllm_config.model_config)
                     finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
                     self._put_back_beside()
                 self._know_as_shuffled()
@@ -261,6 +268,17 @@ class ScopedReload:
         """What vLLM has around a load: its current configuration, the worker's device, no autograd."""
         with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
             yield
+
+
+def _restore_as_zeros(module: nn.Module) -> None:
+    """Give a module under reload its tensors as they are before loading, as vLLM does, but of zeros."""
+    info = get_layerwise_info(module)
+    if not info.loaded_weights:
+        return
+    with info.restore_device:
+        for name, tensor in get_layer_tensors(module).items():
+            if tensor.is_meta:
+                setattr(module, name, materialize_meta_tensor(tensor).zero_())
 
 
 def follows(module: nn.Module) -> bool:

@@ -6,11 +6,15 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import get_pp_group
+
 from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.errors import RefitError
 from ..common.destination_mixin import DestinationRefitMixin
-from .compat import ADAPTERS, KV_SCALES, require_supported_runner, require_supported_vllm
+from .compat import ADAPTERS, KV_SCALES, SPECULATIVE, require_supported_runner, require_supported_vllm
 from .destination import VllmDestination
+from .drafted import DraftedDestination, DrafterDestination
+from .drafters import STAYS, check_drafter, live_drafter, may_follow
 from .guard import guard_worker
 
 if TYPE_CHECKING:
@@ -51,14 +55,39 @@ class WorkerRefit(DestinationRefitMixin):
         return found
 
     @cached_property
-    def destination(self) -> VllmDestination:
+    def destination(self) -> VllmDestination | DraftedDestination:
         """This worker's live model as the destination of refits; it keeps its trace over epochs."""
-        worker = self._worker
-        return VllmDestination(
-            worker.model_runner.get_model(),
-            worker.vllm_config,
-            worker.model_runner.device,  # the CPU worker leaves its own device unset
-            reset_caches=(worker.model_runner.reset_encoder_cache,),
+        if self._worker.vllm_config.speculative_config is not None:
+            require_supported_vllm(SPECULATIVE)
+            check_drafter(self._worker.vllm_config)
+        return self.new_destination()
+
+    def new_destination(self) -> VllmDestination | DraftedDestination:
+        """Another destination of the same model, with a drafter that refits may reach.
+
+        Raises:
+            RefitError: the engine moves or wraps weights behind its loader's back, or its drafter can't be found.
+        """
+        runner, config = self._worker.model_runner, self._worker.vllm_config
+        served = VllmDestination(
+            runner.get_model(),
+            config,
+            runner.device,  # the CPU worker leaves its own device unset
+            reset_caches=(runner.reset_encoder_cache,),
+        )
+        if not may_follow(config):
+            return served
+        if not get_pp_group().is_last_rank:
+            return served  # vLLM drafts on the last stage alone
+        drafter = live_drafter(runner)
+        if drafter is None:
+            raise RefitError(
+                f"the engine decodes speculatively ({config.speculative_config.method}), but {type(runner).__name__} has no drafter "
+                f"where rlrefit looks for it, so {STAYS}. Start vLLM without speculative_config, or install a newer rlrefit",
+                stage="trace",
+            )
+        return DraftedDestination(
+            served, DrafterDestination(drafter, runner.get_model(), config, runner.device), config
         )
 
     def join(
@@ -116,7 +145,7 @@ class WorkerRefit(DestinationRefitMixin):
         empty_cache(self._worker.model_runner.device)
         return {}
 
-    def _make_refit_destination(self) -> VllmDestination:
+    def _make_refit_destination(self) -> VllmDestination | DraftedDestination:
         self.guard.require_awake()
         self.destination.new_epoch()
         return self.destination

@@ -66,8 +66,8 @@ class NemoRlRefit:
         if generation.get("_mtp_weights_from_refit") and vllm_kwargs.get("speculative_config"):
             wrong.append(
                 "policy.generation.vllm_kwargs.speculative_config: the policy trains its MTP layers "
-                "(policy.megatron_cfg.mtp_num_layers above 0), and the drafter is a model of its own, which shard to shard does "
-                "not reach: it would draft with the weights of its start. Take speculative_config out, or set "
+                "(policy.megatron_cfg.mtp_num_layers above 0), and refits of vLLM's drafter shard to shard have not run with "
+                "NeMo-RL, which prepares its weights in ways of its own. Take speculative_config out, or set "
                 f"policy.generation.refit_transport to {FULL_TENSORS} and leave rlrefit.workers.frameworks.nemo_rl.install out"
             )
         if wrong:

@@ -54,7 +54,12 @@ _ADAPTER = {
 # By method, attributes that it gives the server, or the rollout worker's adapter to it.
 _SERVER_ATTRIBUTES = {"launch_server": ["tokenizer_manager"]}
 _ADAPTER_ATTRIBUTES = {"_init_server_adapter": ["_engine", "server_actor"], "__init__": ["replica_rank"]}
-_TRAINER = {"__init__": ["self", "config"], "_setup": ["self"]}
+_TRAINER = {
+    "__init__": ["self", "config"],
+    "_setup": ["self"],
+    "on_step_end": ["self"],
+    "_consume_sync_metrics": ["self"],
+}
 # Added by Ray to the methods of a class of which it makes an actor.
 _RAYS_OWN = "_ray_trace_ctx"
 # Of verl's ActorRolloutRefWorker with its model loaded.

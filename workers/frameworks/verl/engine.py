@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -79,14 +80,39 @@ class ShardCheckpointEngine(EpochEngine):
         self._server: RendezvousServer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._arrived: RefitRecord | None = None
+        # Whether send_weights ends the update here, and whether an engine is on this worker's GPU.
+        self._ends_updates = self._shares_gpu = False
         # Version that a rollout worker has ordered, and whether its last order was fulfilled on all ranks.
         self._ordered: int | None = None
         self._fulfilled = False
 
     def prepare(self) -> dict[str, Any]:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # an engine on the same GPU takes its memory next
+        self._ends_updates = self._shares_gpu = False
         return super().prepare()
+
+    def begin(self, shares_gpu: bool) -> dict[str, Any]:
+        """As :meth:`prepare`, for an update that this worker ends by itself: no finalize and release follow one that succeeds.
+
+        Args:
+            shares_gpu: whether an engine that sleeps on this worker's GPU takes its memory next.
+
+        Returns:
+            As :meth:`prepare`, and ``ready``: whether :meth:`refit` may be called if the epoch goes on.
+        """
+        if shares_gpu:
+            _empty_cache()
+        report = self.prepare()
+        self._ends_updates, self._shares_gpu = True, shares_gpu
+        ready = self._source is not None and not self._training.is_param_offload_enabled
+        return report | {"ready": ready}
+
+    def refit(self, version: int) -> dict[str, float]:
+        """As :meth:`send_weights` in an epoch that goes on, without verl's update around it.
+
+        That prepares an export, from which nothing is drawn here, and brings offloaded parameters back.
+        """
+        self._close_listener()
+        return self._arrive(self._own_thread().submit(self._refit, version).result())
 
     def _holds(self) -> bool:
         self._arrived = self._ordered = None
@@ -101,6 +127,7 @@ class ShardCheckpointEngine(EpochEngine):
 
     def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
         # All meet in the update itself: the engine's workers hear of it then, and leave the last epoch as they do.
+        _empty_cache()  # NCCL's memory, which a new epoch takes, is not torch's
         self._server, self._meeting, self._fulfilled = server, rendezvous, False
         self._train_ranks = rendezvous.train_ranks
 
@@ -117,12 +144,22 @@ class ShardCheckpointEngine(EpochEngine):
         Raises:
             RefitError: and its kinds; verl then leaves the engines paused.
         """
+        self._close_listener()
         await _discard(weights)
         if self._source is None:
             await self._meet_own_source()
-        record = await self._in_thread(self._refit, 0 if global_steps is None else global_steps)
-        self._arrived = RefitRecord(**record)
-        return metrics_of(self._arrived) if self._arrived.rank == 0 else {}
+        return self._arrive(await self._in_thread(self._refit, 0 if global_steps is None else global_steps))
+
+    def _arrive(self, found: dict[str, Any]) -> dict[str, float]:
+        record = self._arrived = RefitRecord(**found)
+        metrics = metrics_of(record)
+        if self._ends_updates:
+            # All have all: a refit returns on no rank before that.
+            self.finalize()
+            start = time.perf_counter()
+            self.release()
+            metrics["checkpoint_engine/release_seconds"] = time.perf_counter() - start
+        return metrics if record.rank == 0 else {}
 
     async def receive_weights(  # verl's own are generators, too
         self, global_steps: int | None = None
@@ -167,11 +204,11 @@ class ShardCheckpointEngine(EpochEngine):
                 write_record(self.options.records_dir, record, self._train_ranks)
 
     def release(self) -> None:
-        """Give back what an update took of the trainer's GPU, for an engine that shares it."""
+        """Give back what an update took of the trainer's GPU."""
         if self._training is not None and self._training.is_param_offload_enabled:
             self._training.to("cpu", model=True, optimizer=False, grad=False)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self._shares_gpu:
+            _empty_cache()
 
     def introduce(self, worker: Any) -> None:
         """Learn of the actor that this engine belongs to.
@@ -213,7 +250,11 @@ class ShardCheckpointEngine(EpochEngine):
         return source.refit(version)
 
     async def _in_thread[T](self, call: Callable[..., T], *args: Any) -> T:
-        """Run what waits for other ranks beside the event loop, in one thread that has this one's device."""
+        """Run what waits for other ranks beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._own_thread(), call, *args)
+
+    def _own_thread(self) -> ThreadPoolExecutor:
+        """One thread, which has this one's device."""
         if self._thread is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._thread = ThreadPoolExecutor(
@@ -221,7 +262,12 @@ class ShardCheckpointEngine(EpochEngine):
                 thread_name_prefix="rlrefit",
                 initializer=lambda: None if device is None else torch.cuda.set_device(device),
             )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        return self._thread
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 async def _meet_own_actor() -> None:

@@ -1,4 +1,4 @@
-"""A manager for verl's trainers whose engines share their GPUs: of ``trainers``, and of those that take one by name.
+"""A manager that updates replicas by one call to each server and each actor: of ``trainers``, and of those that take one by name.
 
 actor_rollout_ref.rollout:
   checkpoint_manager_class: rlrefit.workers.frameworks.verl.manager.RefitCheckpointManager
@@ -9,9 +9,10 @@ actor_rollout_ref.rollout:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
@@ -27,17 +28,33 @@ from .orders import Order
 if TYPE_CHECKING:
     from .sglang_server import SglangServer
 
+# Of the metrics that tell each stage's seconds; verl's own metric of the whole is the same without the underscore.
+SECONDS = "timing_s/update_weights_"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call under way: of which stage of the update, to whom, and what will be answered."""
+
+    stage: str
+    who: str
+    answer: Future[Any]
+
 
 class RefitCheckpointManager(CheckpointEngineManager):
-    """verl's manager, which for replicas on the trainer's own GPUs orders the engines' workers to refit shard to shard.
+    """verl's manager, which has the engines' workers refit shard to shard by one call to each server and each actor.
 
-    The turns are verl's: the weights wake, the update runs, the trainer gives its memory back, the KV cache wakes. Other
-    replicas are updated as verl does.
+    On the trainer's own GPUs the turns are verl's: the weights wake, the update runs, the trainer gives its memory back, the KV
+    cache wakes. Replicas on GPUs of their own hold their requests meanwhile, and keep weights and KV cache mapped. Of these, verl
+    updates those itself that one server can't reach: of SGLang, data-parallel, disaggregated.
 
     Args:
         config: verl's ``CheckpointEngineConfig``.
         actor_wg: the actors.
         replicas: all of them on the actors' GPUs, or none.
+
+    Attributes:
+        metrics: of the last update, which not all of verl's trainers take from :meth:`update_weights`.
 
     Raises:
         RefitError: another backend, wrong options, or replicas that can't be reached worker by worker; lists all reasons.
@@ -48,8 +65,11 @@ class RefitCheckpointManager(CheckpointEngineManager):
         self._options, wrong = read_options(config)
         self._require_shards(replicas, wrong)
         self._limit_s = self._options.refit.call_limit_s
+        self.metrics: dict[str, float] = {}
         # Those that were late or had ended in the last update.
         self._missing: list[str] = []
+        # Of the last update, by stage: until the last one of it had answered.
+        self._seconds: dict[str, float] = {}
         self._version = 0
         # Name of the epoch that the engines' workers have joined, and the replicas that did.
         self._held: tuple[str, list[Any]] = "", []
@@ -63,43 +83,57 @@ class RefitCheckpointManager(CheckpointEngineManager):
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
-        """Bring the actors' weights into all replicas; returns the metrics of actor rank 0.
+        """Bring the actors' weights into all replicas.
 
         Args:
             global_steps: verl's step, the version. None for that of the update before: verl's validation wakes engines so that
                 slept for a colocated reward model.
 
+        Returns:
+            The metrics of actor rank 0, and ``timing_s/update_weights_STAGE``: the seconds of each stage.
+
         Raises:
             RefitError: and its kinds, from the actors, or a RefitTimeout that names who does not answer. The trainer has
-                given its memory back then, unless a note of the error says why not; the KV cache sleeps on, and the engines
-                refuse to generate until an update succeeds.
+                given its memory back then, unless a note of the error says why not; the KV cache sleeps on, or requests are
+                held, and the engines refuse to generate until an update succeeds.
         """
-        if not any(_shares_gpus(replica) for replica in self.replicas):
-            found: dict[str, float] = await super().update_weights(global_steps)
-            return found
+        if not all(_shares_gpus(replica) or _one_server_reaches(replica) for replica in self.replicas):
+            self._held = "", []  # the engines' workers meet the actors in another epoch there
+            self.metrics = await super().update_weights(global_steps)
+            return self.metrics
         if global_steps is not None:
             self._version = global_steps
-        return self._update_in_turn(self._version)
+        self.metrics = self._update(self._version)
+        return self.metrics
 
-    def _update_in_turn(self, version: int) -> dict[str, float]:
+    def _update(self, version: int) -> dict[str, float]:
         self._missing.clear()
-        sleeping = [replica for replica in self.replicas if replica.config.free_cache_engine]
+        self._seconds = {}
+        shared = any(_shares_gpus(replica) for replica in self.replicas)
+        sleeping = [replica for replica in self.replicas if shared and replica.config.free_cache_engine]
         try:
-            metrics = self._refit(version, sleeping)
+            metrics = self._refit(version, shared, sleeping)
         except Exception as error:
             self._release_after(error)
             raise
-        self._each_actor("release")
         # As verl's own hand-over ends; what the caches hold was computed with the weights of before.
-        self._each_server(self.replicas, "clear_kv_cache")
-        self._each_server(self.replicas, "set_global_steps", global_steps=version)
-        self._wake(sleeping, KV_CACHE)
-        return metrics
+        told = [
+            *self._to_servers("drop_caches", "clear_kv_cache"),
+            *self._to_servers("drop_caches", "set_global_steps", global_steps=version),
+        ]
+        if any(map(_is_sglang, sleeping)):
+            self._answers(told)  # SGLang flushes a cache that sleeps, and none that wakes at that time
+            told = []
+        self._answers([*told, *self._waking(sleeping, KV_CACHE)])
+        if not shared:
+            self._answers(self._to_servers("resume", "resume_generation"))
+        return metrics | {f"{SECONDS}{stage}": seconds for stage, seconds in self._seconds.items()}
 
-    def _refit(self, version: int, sleeping: list[Any]) -> dict[str, float]:
+    def _refit(self, version: int, shared: bool, sleeping: list[Any]) -> dict[str, float]:
         actors = self.actor_wg.world_size
-        reports = self._each_actor("prepare")
-        self._wake(sleeping, WEIGHTS)
+        begun = self._to_actors("prepare", "begin", shares_gpu=[shared] * actors)
+        held_back = [] if shared else self._to_servers("abort", "abort_all_requests")
+        reports = self._answers([*begun, *held_back])[:actors]
         firsts, rollouts = [], 0
         for replica in self.replicas:
             firsts.append(actors + rollouts)
@@ -112,45 +146,43 @@ class RefitCheckpointManager(CheckpointEngineManager):
         ]
         self._held = "", []
         ours, theirs = self.backend_cls.build_topology(actors, rollouts, reports)
-        self._each_actor("init_process_group", **ours)
-        orders = [
-            Order(
-                theirs["meeting"][0],
-                first,
-                actors,
-                version,
-                asdict(self._options.refit),
-                self._options.records_dir,
+        meeting = theirs["meeting"][0]
+        self._answers(
+            [
+                *self._waking(sleeping, WEIGHTS),
+                *([] if meeting is None else self._to_actors("meet", "init_process_group", **ours)),
+            ]
+        )
+        if meeting is None and all(report["ready"] for report in reports[:actors]):
+            calls = self._to_actors("refit", "refit", version=[version] * actors)
+        else:
+            sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+            calls = [_Call("refit", who, _future(ref)) for who, ref in zip(self._actors(), sent, strict=True)]
+        for replica, first in zip(self.replicas, firsts, strict=True):
+            order = Order(
+                meeting, first, actors, version, asdict(self._options.refit), self._options.records_dir
             )
-            for first in firsts
-        ]
-        sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        received = [
-            self._refit_as_ordered(replica, order)
-            for replica, order in zip(self.replicas, orders, strict=True)
-        ]
-        who = [*self._actors(), *map(_server_of, self.replicas)]
-        metrics: dict[str, float] = self._answers("update_weights", sent + received, who)[0]
-        self._each_actor("finalize")
+            calls.append(_Call("refit", _server_of(replica), self._refit_as_ordered(replica, order)))
+        metrics: dict[str, float] = self._answers(calls)[0]
         self._held = theirs["name"][0], list(self.replicas)
         return metrics
 
-    def _refit_as_ordered(self, replica: Any, order: Order) -> Any:
+    def _refit_as_ordered(self, replica: Any, order: Order) -> Future[Any]:
         if _is_sglang(replica):
             return self._in_thread(replica, "refit", order)
-        return replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),))
+        return _future(replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),)))
 
-    def _wake(self, replicas: list[Any], tag: str) -> None:
-        refs, who = [], []
+    def _waking(self, replicas: list[Any], tag: str) -> list[_Call]:
+        calls: list[_Call] = []
         for replica in replicas:
             # verl's server of SGLang refuses to wake on the trainer's GPUs: verl's actors do it as they hand over.
-            refs += (
+            answers = (
                 [self._in_thread(replica, "wake", tag, self._options.refit)]
                 if _is_sglang(replica)
-                else [server.wake_up.remote(tags=[tag]) for server in replica.servers]
+                else [_future(server.wake_up.remote(tags=[tag])) for server in replica.servers]
             )
-            who += [_server_of(replica)] * (len(refs) - len(who))
-        self._answers("wake_up", refs, who)
+            calls += [_Call(f"wake_{tag}", _server_of(replica), answer) for answer in answers]
+        return calls
 
     def _in_thread(self, replica: Any, method: str, *args: Any) -> Future[None]:
         from .sglang_server import SglangServer  # imports SGLang, which is there where a replica of it is
@@ -167,7 +199,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
             error.add_note("the trainer's memory was not given back: not all actors are there and answer")
             return
         try:
-            self._each_actor("release")
+            self._answers(self._to_actors("release", "release"))
         # Of any kind, verl's or Ray's: the update's own is the one that says what happened first.
         except Exception as second:
             error.add_note(f"the trainer's memory was not given back: {type(second).__name__}: {second}")
@@ -175,35 +207,36 @@ class RefitCheckpointManager(CheckpointEngineManager):
     def _actors(self) -> list[str]:
         return [f"actor rank {rank}" for rank in range(self.actor_wg.world_size)]
 
-    def _each_actor(self, method: str, **kwargs: list[Any]) -> list[Any]:
-        size = self.actor_wg.world_size
-        refs = self.actor_wg.execute_checkpoint_engine(method=[method] * size, **kwargs)
-        return self._answers(method, refs, self._actors())
+    def _to_actors(self, stage: str, method: str, **kwargs: list[Any]) -> list[_Call]:
+        refs = self.actor_wg.execute_checkpoint_engine(method=[method] * self.actor_wg.world_size, **kwargs)
+        return [_Call(stage, who, _future(ref)) for who, ref in zip(self._actors(), refs, strict=True)]
 
-    def _each_server(self, replicas: list[Any], method: str, **kwargs: Any) -> list[Any]:
-        servers = [(server, replica) for replica in replicas for server in replica.servers]
-        refs = [getattr(server, method).remote(**kwargs) for server, _ in servers]
-        return self._answers(method, refs, [_server_of(replica) for _, replica in servers])
+    def _to_servers(self, stage: str, method: str, **kwargs: Any) -> list[_Call]:
+        return [
+            _Call(stage, _server_of(replica), _future(getattr(server, method).remote(**kwargs)))
+            for replica in self.replicas
+            for server in replica.servers
+        ]
 
-    def _answers(self, what: str, refs: Sequence[Any], who: Sequence[str]) -> list[Any]:
+    def _answers(self, calls: Sequence[_Call]) -> list[Any]:
         """All answers; everybody is waited for even after an error, so that nobody is at it when it is raised."""
-        calls = [ref if isinstance(ref, Future) else ref.future() for ref in refs]
-        late = wait(calls, timeout=self._limit_s).not_done
-        found, errors = [], []
-        for call, name in zip(calls, who, strict=True):
-            if call in late:
-                self._missing.append(name)
+        self._await(calls)
+        found, errors, late = [], [], []
+        for call in calls:
+            if not call.answer.done():
+                late.append(call)
                 continue
             try:
-                found.append(call.result())
+                found.append(call.answer.result())
             except RayActorError as error:
-                self._missing.append(name)
+                self._missing.append(call.who)
                 errors.append(error)
             except Exception as error:
                 errors.append(error)
         if late:
+            self._missing += [call.who for call in late]
             timeout = RefitTimeout(
-                f"{', '.join(name for call, name in zip(calls, who, strict=True) if call in late)} did not answer {what} within "
+                f"{_listed(call.who for call in late)} did not answer {_listed(call.stage for call in late)} within "
                 f"{self._limit_s:.0f} s. The engines may hold weights in part and refuse to generate; see what those processes "
                 "do (py-spy dump), and update again or start anew",
                 stage="transfer",
@@ -214,6 +247,15 @@ class RefitCheckpointManager(CheckpointEngineManager):
         if errors:
             raise errors[0]
         return found
+
+    def _await(self, calls: Sequence[_Call]) -> None:
+        start = time.perf_counter()
+        stages = {call.answer: call.stage for call in calls}
+        try:
+            for answer in as_completed(stages, timeout=self._limit_s):
+                self._seconds[stages[answer]] = time.perf_counter() - start
+        except TimeoutError:
+            return  # who is late is seen by the answers
 
     def _require_shards(self, replicas: list[Any], more: Sequence[str] = ()) -> None:
         wrong = list(more)
@@ -233,8 +275,28 @@ class RefitCheckpointManager(CheckpointEngineManager):
             raise RefitError("; ".join(wrong), stage="settings")
 
 
+def _future(ref: Any) -> Future[Any]:
+    found: Future[Any] = ref if isinstance(ref, Future) else ref.future()
+    return found
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
 def _shares_gpus(replica: Any) -> bool:
-    return replica.rollout_mode == RolloutMode.HYBRID
+    return bool(replica.rollout_mode == RolloutMode.HYBRID)
+
+
+def _one_server_reaches(replica: Any) -> bool:
+    """Whether a call to the first server of a replica on GPUs of its own reaches all its workers, and finds vLLM's."""
+    config = replica.config
+    return bool(
+        replica.rollout_mode == RolloutMode.STANDALONE
+        and config.name == "vllm"
+        and config.data_parallel_size == 1
+        and not config.disaggregation.enabled
+    )
 
 
 def _is_sglang(replica: Any) -> bool:

@@ -13,9 +13,10 @@ from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang.loader import LOADER
 from ...engines.vllm.drafters import STAYS, has_weights
-from .options import EXTENSION, QUANTIZES
+from .options import EXTENSION, PACKS, QUANTIZES
 from .orders import Order
 
+_NOT_RUN = "of drafters, refits reach vLLM's MTP layers alone, and that has not run under verl"
 _HAVE_IT_QUANTIZED = (
     f"shard to shard, the trainer quantizes for such an engine: set {QUANTIZES}=true, or take checkpoint_engine.backend=nccl_xfer, "
     "which sends BF16 for verl to quantize"
@@ -41,6 +42,8 @@ def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[st
             found.append(f"rollout.quantization is fp8; {_HAVE_IT_QUANTIZED}")
     elif name is not None:
         found.append(f"rollout.quantization is {name}; {_ONE_FORMAT}")
+    if config.trainer_quantize_mxfp4:
+        found.append(f"{PACKS} is true, and no engine of verl's has run with experts in MXFP4; give false")
     if (rollout.get("qat") or {}).get("enable"):
         found.append(
             "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "
@@ -53,7 +56,7 @@ def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[st
         )
     mtp = rollout.get("mtp") or {}
     if mtp.get("enable") and mtp.get("enable_rollout"):
-        found.append(f"rollout.mtp.enable_rollout is true; {STAYS}; set model.mtp.enable_rollout=false")
+        found.append(f"rollout.mtp.enable_rollout is true; {_NOT_RUN}; set model.mtp.enable_rollout=false")
     return found + _BY_ENGINE[engine](rollout, kwargs)
 
 
@@ -63,7 +66,9 @@ def _asked_of_vllm(rollout: Mapping[str, Any], vllm: Mapping[str, Any]) -> list[
     # vLLM takes JSON as a text too, which is not read here: it counts as a drafter.
     asked = speculative if isinstance(speculative, Mapping) else {}
     if speculative and has_weights(asked.get("method") or asked.get("model")):
-        found.append(f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {STAYS}; leave it out")
+        found.append(
+            f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {_NOT_RUN}; leave it out"
+        )
     if not vllm.get("worker_extension_cls"):
         found.append(
             "vLLM's workers have verl's own extension; set rollout.engine_kwargs.vllm.worker_extension_cls="
@@ -110,7 +115,7 @@ def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and has_weights(speculative.method):
         found.append(
-            f"it decodes speculatively ({speculative.method}); {STAYS}; set model.mtp.enable_rollout=false, and no "
+            f"it decodes speculatively ({speculative.method}); {_NOT_RUN}; set model.mtp.enable_rollout=false, and no "
             "engine_kwargs.vllm.speculative_config"
         )
     return found

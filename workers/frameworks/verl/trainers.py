@@ -1,6 +1,6 @@
-"""verl's trainers that share GPUs with their engines, with updates shard to shard.
+"""verl's trainers with updates shard to shard by a RefitCheckpointManager.
 
-trainer.v1.trainer_mode: rlrefit_sync  # or rlrefit_colocate_async; verl's keys of `sync` and `colocate_async` apply
+trainer.v1.trainer_mode: rlrefit_sync  # or rlrefit_colocate_async, rlrefit_separate_async; the keys of verl's modes apply
 actor_rollout_ref.rollout.checkpoint_engine:
   backend: nccl_xfer_shards
   custom_backend_module: rlrefit.workers.frameworks.verl.engine
@@ -10,8 +10,17 @@ ray_kwargs.ray_init.runtime_env.env_vars:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from omegaconf import DictConfig, open_dict
-from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import (
+    PPOTrainer,
+    PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
+    PPOTrainerSync,
+    register_trainer,
+)
 from verl.utils.config import omega_conf_to_dataclass
 
 from .contract import require_supported_trainer
@@ -38,24 +47,47 @@ class _ShardToShard(PPOTrainer):
             config.trainer.v1.trainer_mode = self.mode
         super().__init__(config)
 
-    def _setup(self) -> None:
-        super()._setup()
-        # verl's own has just been made for the backend `naive`, whatever is configured, and has put the engines to sleep.
+    def _manager(self, replicas: Sequence[Any]) -> RefitCheckpointManager:
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
-        self.checkpoint_manager = RefitCheckpointManager(
-            omega_conf_to_dataclass(settings), self.actor_rollout_wg, self.llm_server_manager.get_replicas()
+        return RefitCheckpointManager(
+            omega_conf_to_dataclass(settings), self.actor_rollout_wg, list(replicas)
         )
 
 
+class _InTurns(_ShardToShard):
+    """On the engines' GPUs."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        # verl's own has just been made for the backend `naive`, whatever is configured, and has put the engines to sleep.
+        self.checkpoint_manager = self._manager(self.llm_server_manager.get_replicas())
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        # verl drops what the update has told; it logs what it finds here.
+        self._pending_sync_metrics = dict(self.checkpoint_manager.metrics)
+
+
 @register_trainer("rlrefit_sync")
-class RefitTrainerSync(_ShardToShard, PPOTrainerSync):
+class RefitTrainerSync(_InTurns, PPOTrainerSync):
     """verl's ``sync``."""
 
     mode = "sync"
 
 
 @register_trainer("rlrefit_colocate_async")
-class RefitTrainerColocateAsync(_ShardToShard, PPOTrainerColocateAsync):
+class RefitTrainerColocateAsync(_InTurns, PPOTrainerColocateAsync):
     """verl's ``colocate_async``."""
 
     mode = "colocate_async"
+
+
+@register_trainer("rlrefit_separate_async")
+class RefitTrainerSeparateAsync(_ShardToShard, PPOTrainerSeparateAsync):
+    """verl's ``separate_async``. Replicas on the trainer's GPUs beside the others get their weights by verl's own hand-over."""
+
+    mode = "separate_async"
+
+    def _setup(self) -> None:
+        super()._setup()
+        self.standalone_checkpoint_manager = self._manager(self.standalone_server_manager.get_replicas())

@@ -96,11 +96,11 @@ class AdapterSource:
                 yield name, self._kept.whole(name, self.device).to(dtype)
 
     def storage_key(self) -> Hashable:
-        return self._look.key(map(self._kept.local, self._kept.names))
+        return self._look.key(self._kept.locals())
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
-        return writes_of((name, self._kept.local(name)) for name in self._kept.names)
+        return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
 
     def _names(self) -> dict[str, str]:
         """The name in an adapter's checkpoint by that in the base model's state dict."""

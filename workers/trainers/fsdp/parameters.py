@@ -89,9 +89,13 @@ class KeptTensors:
 
     def local(self, name: str) -> torch.Tensor:
         """What this rank keeps of a tensor, without gradients: its shard, or all of what is not sharded."""
-        tensor = self[name]
         with torch.no_grad():
-            return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            return _local(self[name])
+
+    def locals(self) -> list[torch.Tensor]:
+        """:meth:`local` of all :attr:`names`, as every refit looks at them."""
+        with torch.no_grad():
+            return [_local(place.tensor()) for place in self._places.values()]
 
     def held(self, name: str, local: torch.Tensor) -> list[Fragment] | str:
         """What this rank holds of a tensor, as views of ``local``, or why that can't be told.
@@ -167,3 +171,7 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[int, _Place]]:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield id(tensor), _Place(module, key, shards.get(id(tensor)))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

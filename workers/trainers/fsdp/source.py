@@ -124,18 +124,17 @@ class FSDPSource:
 
     def storage_key(self) -> Hashable:
         # A copy of a shard that came to lie on another device is another one, even if the shard comes back.
-        return self._look.key([*map(self._kept.local, self._kept.names), *self._merged.copies])
+        return self._look.key([*self._kept.locals(), *self._merged.copies])
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
-        return writes_of((name, self._kept.local(name)) for name in self._kept.names)
+        return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, but a return that runs out of memory brings some of them."""
-        shards = ((name, self._kept.local(name)) for name in self._kept.names)
         away = [
             name
-            for name, shard in shards
+            for name, shard in zip(self._kept.names, self._kept.locals(), strict=True)
             if type(shard) is torch.Tensor and shard.numel() and not shard.untyped_storage().nbytes()
         ]
         if away:

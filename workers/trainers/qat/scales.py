@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ....integration.errors import RefitError
+from ....integration.packing.tables import FLOAT_DTYPES, MagnitudeTable
 from ....integration.quantize import nvfp4
 from ....integration.quantize.nvfp4_checkpoint import fused_module, input_module
 from ....integration.weights.endpoints import WeightSource, rank_device
@@ -80,6 +81,7 @@ class WeightScales:
         self._position = {name: i for i, name in enumerate(self.names)}
         self._amax: torch.Tensor | None = None
         self._held: dict[int, list[torch.Tensor]] = {}
+        self._table: MagnitudeTable | None = None  # of what is held, where a GPU can read it
         self._storage: object = None
         # Of what this rank holds, as it was at the last refresh.
         self._largest = torch.empty(0)
@@ -98,7 +100,7 @@ class WeightScales:
 
     def forget(self) -> None:
         """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
-        self._held, self._storage, self._largest = {}, None, torch.empty(0)
+        self._held, self._table, self._storage, self._largest = {}, None, None, torch.empty(0)
         self._versions, self._versions_of = {}, {}
 
     def refresh(self) -> None:
@@ -133,12 +135,12 @@ class WeightScales:
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
-        before = self._held, self._storage, self._largest, self._versions, self._versions_of
+        before = self._held, self._table, self._storage, self._largest, self._versions, self._versions_of
         try:
             shared = _maximum_over(self._group, size, work, _COMPUTING)
         except BaseException:
             # Else writes since the last refresh would count as seen by it.
-            self._held, self._storage, self._largest, self._versions, self._versions_of = before
+            self._held, self._table, self._storage, self._largest, self._versions, self._versions_of = before
             raise
         self._take(shared[:count])
         if inputs is not None:
@@ -204,6 +206,7 @@ class WeightScales:
         source.prepare()
         if (storage := source.storage_key()) != self._storage:
             self._held, self._storage = self._views(source), storage
+            self._table = _table_of([view for views in self._held.values() for view in views])
         self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
         self._versions_of = {}
         amax = torch.zeros(len(self.names), device=source.device)
@@ -217,10 +220,13 @@ class WeightScales:
 
     def _largest_held(self) -> torch.Tensor:
         """The largest magnitude of each view, by one kernel for many; infinity where it is no number."""
-        views = [view for views in self._held.values() for view in views]
-        with torch.no_grad():
-            largest = [t.to(rank_device(), torch.float32) for t in torch._foreach_norm(views, torch.inf)]
-            return torch.stack(largest).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        if self._table is not None:
+            largest = self._table.compute()
+        else:
+            with torch.no_grad():
+                each = torch._foreach_norm([v for views in self._held.values() for v in views], torch.inf)
+            largest = torch.stack([one.to(rank_device(), torch.float32) for one in each])
+        return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def _views(self, source: WeightSource) -> dict[int, list[torch.Tensor]]:
         held, refused = source.fragments()
@@ -237,6 +243,14 @@ class WeightScales:
             if fragment.name in self._weights and fragment.view.numel():
                 views[self.position(fragment.name)].append(fragment.view)
         return dict(views)
+
+
+def _table_of(views: list[torch.Tensor]) -> MagnitudeTable | None:
+    """Of views that this process's GPU can read; None on a CPU, or where a view lies elsewhere."""
+    device = rank_device()
+    if device.type == "cuda" and all(v.device == device and v.dtype in FLOAT_DTYPES for v in views):
+        return MagnitudeTable.build(views, device)
+    return None
 
 
 class InputScales:

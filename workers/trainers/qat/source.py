@@ -14,8 +14,9 @@ import torch
 from ....integration.layout import Box, Fragment
 from ....integration.packing import Cast
 from ....integration.quantize import blocks, nvfp4
+from ....integration.quantize.four_bits import PackJob
 from ....integration.quantize.nvfp4_checkpoint import packed_names
-from ....integration.quantize.nvfp4_table import Nvfp4Job, Nvfp4Packer, make_packer
+from ....integration.quantize.nvfp4_table import Nvfp4Packer, make_packer
 from ....integration.weights.endpoints import WeightSource, Writes, writes_by
 from ....integration.weights.manifest import TensorSpec
 from .model import QAT
@@ -60,7 +61,7 @@ class PackedSource:
     def __init__(self, source: WeightSource, qat: QAT):
         self._source = source
         self._qat = qat
-        self._parts: list[tuple[str, Nvfp4Job]] = []
+        self._parts: list[tuple[str, PackJob]] = []
         self._scalars: dict[str, torch.Tensor] = {}
         # Prepared for the parts of the last fragments, as :meth:`prepare` needs it.
         self._packings: list[_Packing] | None = None
@@ -135,7 +136,7 @@ class PackedSource:
         scales = self._kept(
             names.weight_scale, of_scales, (rows, columns // nvfp4.BLOCK), torch.float8_e4m3fn
         )
-        self._parts.append((fragment.name, Nvfp4Job(fragment.view, codes, scales)))
+        self._parts.append((fragment.name, PackJob(fragment.view, codes, scales)))
         yield Fragment(names.weight, (n, k // 2), halves, codes)
         yield Fragment(names.weight_scale, (n, k // nvfp4.BLOCK), of_scales, scales)
         for name in (names.weight_scale_2, names.input_scale):
@@ -151,7 +152,7 @@ class PackedSource:
 
     def _prepared(self) -> list[_Packing]:
         """What packs all parts; and where all scalars are, of weights and of inputs."""
-        by_dtype: dict[torch.dtype, list[tuple[str, Nvfp4Job]]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[tuple[str, PackJob]]] = defaultdict(list)
         for name, job in self._parts:
             by_dtype[self._dtypes[name]].append((name, job))
         of_weights: dict[torch.dtype, list[str]] = defaultdict(list)

@@ -39,10 +39,6 @@ class ModuleLayout:
         """Whether bytes may be written straight into its parameters."""
         return not self.reason
 
-    def lands_elsewhere(self, parameter: str) -> bool:
-        """Whether what is loaded into a parameter does not go where the engine's loader puts it."""
-        return parameter in self.rearranged
-
     @property
     def separable(self) -> bool:
         """Whether one of its parameters may be loaded by the engine while bytes are written straight into another."""

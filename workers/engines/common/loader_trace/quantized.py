@@ -132,7 +132,7 @@ def require_codes(
     if held is torch.uint8:
         remedy = (
             "Start the engine from a checkpoint that the trainer's own quantization made (docs/nvfp4.md for NVFP4): it has to "
-            "leave the same layers out"
+            "leave the same layers out. GPT-OSS's experts in MXFP4 come so with policy.refit.trainer_quantize_mxfp4=true"
         )
     elif dtype is torch.float32:
         remedy = f"No blocks are made of float32. {SAY_REFIT_DTYPE}"

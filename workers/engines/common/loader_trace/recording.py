@@ -64,6 +64,7 @@ class Write:
         tensor: checkpoint tensor that was copied, or None for a constant fill.
         source: the part of the checkpoint tensor (contiguous) that was copied, or None for a fill.
         zeros_of: for a fill, the checkpoint tensor that the loader had made zeros of and copied.
+        dtype: of the checkpoint tensor, where the parameter has a wider one; None if both have the same.
     """
 
     parameter: str
@@ -71,6 +72,7 @@ class Write:
     tensor: str | None = None
     source: StridedRegion | None = None
     zeros_of: str | None = None
+    dtype: torch.dtype | None = None
 
 
 class _Content:
@@ -161,7 +163,9 @@ class Recorder(TorchDispatchMode):
         reasons: for each checkpoint tensor that cannot be replayed, why.
         touched: names of the parameters that each checkpoint tensor was seen to reach.
         unknown: tensors that also went where no parameter is, so their destination is not known whole.
-        rewritten: parameters that the loader also changed by computation, or made something of, with the operation.
+        rewritten: parameters that the loader also changed by computation, with the operation.
+        used: parameters that the loader made something of, with the operation.
+        wider: checkpoint tensors that the loader copies into a parameter of a wider dtype, in words.
         joined: tensors that the loader joins with others before it copies them, so that it needs all of these in one call.
     """
 
@@ -173,6 +177,8 @@ class Recorder(TorchDispatchMode):
         self.touched: dict[str, set[str]] = {}
         self.unknown: set[str] = set()
         self.rewritten: dict[str, str] = {}
+        self.used: dict[str, str] = {}
+        self.wider: dict[str, str] = {}
         self.joined: set[str] = set()
         self._parameters = dict(parameters)
         # Views and .data share their parameter's storage, on the meta device too.
@@ -272,8 +278,12 @@ class Recorder(TorchDispatchMode):
                 self.unknown.add(name)
             else:
                 self.touched.setdefault(name, set()).add(parameter)
-                if target.dtype != source.dtype:
-                    self.refuse(name, f"{parameter} is {target.dtype} and the tensor is {source.dtype}")
+                if target.dtype != source.dtype and not source.content.zeros:
+                    why = f"{parameter} is {target.dtype} and the tensor is {source.dtype}"
+                    if _holds_all_of(target.dtype, source.dtype):
+                        self.wider.setdefault(name, why)
+                    else:
+                        self.refuse(name, why)
                 if source.joined is not None:
                     self.refuse(name, f"the loader joins it with others and broadcasts them into {parameter}")
         if parameter is None or any(name in self.reasons for name in source.tensors):
@@ -294,7 +304,13 @@ class Recorder(TorchDispatchMode):
             self.writes.append(Write(parameter, self._region(parameter, target), zeros_of=name))
             return
         self.writes.append(
-            Write(parameter, self._region(parameter, target), name, _region_of(inner, base_offset=0))
+            Write(
+                parameter,
+                self._region(parameter, target),
+                name,
+                _region_of(inner, base_offset=0),
+                dtype=None if inner.dtype == target.dtype else inner.dtype,
+            )
         )
 
     def _watch_plain(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -306,7 +322,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in changed and leaf.numel():
                     parameter = self._parameter_of(leaf)
                     if parameter is not None:
-                        self.rewritten.setdefault(parameter, str(func))
+                        self.used.setdefault(parameter, str(func))
         for target in written:
             parameter = self._parameter_of(target)
             if parameter is None or not target.numel():
@@ -351,6 +367,11 @@ class Recorder(TorchDispatchMode):
 
 def _region_of(tensor: torch.Tensor, *, base_offset: int) -> StridedRegion:
     return StridedRegion(tensor.storage_offset() - base_offset, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether each number of one dtype is a number of the other, so that a copy changes none. FP8 has scales beside it."""
+    return narrow.is_floating_point and narrow.itemsize > 1 and torch.promote_types(wide, narrow) == wide
 
 
 def _unwrapped(tree: Any) -> Any:

@@ -37,6 +37,7 @@ class Landing:
         offset: first element of the place, counted in elements from the parameter's first element.
         stride: strides of the place, in elements, one for each dimension of the box.
         axes: by which the box sees the checkpoint tensor, if not as it is.
+        dtype: of the checkpoint tensor, where the parameter has a wider one; None if both have the same.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Landing:
     offset: int
     stride: tuple[int, ...]
     axes: Axes | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def bounds(self) -> Box:
@@ -82,6 +84,15 @@ class Landing:
             self, box=tuple(box), offset=offset, stride=tuple(stride), axes=None if axes.plain else axes
         )
 
+    def box_in(self, parameter: torch.Tensor) -> Box:
+        """The box of ``parameter``, as it is loaded, that holds these elements."""
+        extents, stride = _along(
+            *_joined(tuple(stop - start for start, stop in self.box), self.stride), parameter
+        )
+        found = view_box(parameter.shape, parameter.stride(), self.offset, extents, stride)
+        assert found is not None, "the trace lets no tensor be replayed whose place is no box"
+        return found.box
+
     def in_the_other_half(self, parameter: torch.Tensor) -> Landing:
         """The same place in the other half of the rows of ``parameter``, its last dimension but one.
 
@@ -105,9 +116,12 @@ class Landing:
 
     def fragment(self, parameter: torch.Tensor) -> Fragment:
         """The landing as a fragment of ``parameter``, which must have the traced one's shape and strides."""
+        return Fragment(self.name, self.full_shape, self.box, self.place(parameter), axes=self.axes)
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The elements of ``parameter``, which must have the traced one's shape and strides, that hold the landing."""
         shape = tuple(stop - start for start, stop in self.box)
-        view = parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
-        return Fragment(self.name, self.full_shape, self.box, view, axes=self.axes)
+        return parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
 
     def write(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         """Copy this landing's part of the whole checkpoint ``tensor`` into its place in ``parameter``."""
@@ -148,6 +162,9 @@ class LoaderTrace:
             be replayed or not.
         zeros: for checkpoint tensors of which the loader makes zeros on this rank, where those go.
         joined: tensors that the loader joins with others before it copies them, so that it needs all of these in one call.
+        wider: of tensors in ``misc_reasons`` because their parameters have a wider dtype, and for nothing else, where they land.
+        again: the same of tensors of whose parameters the loader made something: they land as they are in the whole of one
+            parameter, so that the loader makes the same if it is given that parameter for the tensor.
     """
 
     landings: dict[str, tuple[Landing, ...]]
@@ -158,6 +175,51 @@ class LoaderTrace:
     unwritten: dict[str, int]
     joined: frozenset[str] = frozenset()
     zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
+    wider: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
+    again: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
+
+    def leaving_buffers(self, parameters: Collection[str]) -> LoaderTrace:
+        """The same where what the loader puts elsewhere than into ``parameters`` takes the misc path: nobody follows buffers."""
+        known = frozenset(parameters)
+        others = {name: at - known for name, at in self.touched.items()}
+        found = {name: min(at) for name, at in others.items() if at}
+        return replace(
+            self,
+            landings={name: () if name in found else places for name, places in self.landings.items()},
+            misc_reasons={name: f"{at} is a buffer" for name, at in found.items()} | self.misc_reasons,
+            wider={name: places for name, places in self.wider.items() if name not in found},
+            again={name: places for name, places in self.again.items() if name not in found},
+        )
+
+    def placing(self, landings: Mapping[str, tuple[Landing, ...]]) -> LoaderTrace:
+        """The same where ``landings``, of :attr:`wider` or :attr:`again`, are written in place after all."""
+        reasons = {name: why for name, why in self.misc_reasons.items() if name not in landings}
+        return replace(self, landings={**self.landings, **landings}, misc_reasons=reasons)
+
+    def without(self, parameters: Collection[str]) -> LoaderTrace:
+        """The same, as if the loader had left some parameters alone: what goes nowhere else is not loaded."""
+        touched = {name: found.difference(parameters) for name, found in self.touched.items()}
+        left = {name for name, found in self.touched.items() if found and not touched[name]} - self.unknown
+
+        def elsewhere[At: (Landing, Zeros)](
+            places: Mapping[str, tuple[At, ...]],
+        ) -> dict[str, tuple[At, ...]]:
+            return {
+                name: tuple(at for at in found if at.parameter not in parameters)
+                for name, found in places.items()
+            }
+
+        return replace(
+            self,
+            landings=elsewhere(self.landings),
+            misc_reasons={name: reason for name, reason in self.misc_reasons.items() if name not in left},
+            touched=touched,
+            unwritten={name: count for name, count in self.unwritten.items() if name not in parameters},
+            joined=self.joined - left,
+            zeros=elsewhere(self.zeros),
+            wider={name: at for name, at in elsewhere(self.wider).items() if at},
+            again={name: at for name, at in elsewhere(self.again).items() if at},
+        )
 
 
 def trace_loader(
@@ -221,6 +283,8 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
     for name, parameters in recorder.touched.items():
         for parameter in sorted(parameters & recorder.rewritten.keys()):
             recorder.refuse(name, f"the loader also changes {parameter} by {recorder.rewritten[parameter]}")
+    # What is made of parameters may be in others.
+    used = {} if any(ps & recorder.rewritten.keys() for ps in recorder.touched.values()) else recorder.used
     landings: dict[str, list[Landing]] = {name: [] for name in shapes}
     zeros: dict[str, list[Zeros]] = {}
     boxes: dict[str, list[tuple[Box, str | None]]] = {}
@@ -242,17 +306,51 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
         boxes.setdefault(write.parameter, []).append((box, write.tensor))
     for parameter, entries in boxes.items():
         _refuse_clashes(recorder, parameter, entries)
+    reasons: dict[str, str] = {}
+    wider: dict[str, tuple[Landing, ...]] = {}
+    again: dict[str, tuple[Landing, ...]] = {}
+    for name in shapes:
+        made = sorted(recorder.touched.get(name, set()) & recorder.used.keys())
+        if name in recorder.reasons:
+            reasons[name] = recorder.reasons[name]
+        elif made:
+            reasons[name] = f"the loader also makes something of {made[0]} by {recorder.used[made[0]]}"
+            alone = recorder.touched[name] == {made[0]} and name not in recorder.joined
+            if alone and made[0] in used and _is_whole(landings[name], params[made[0]]):
+                again[name] = tuple(landings[name])
+        elif name in recorder.wider:
+            reasons[name] = recorder.wider[name]
+            wider[name] = tuple(landings[name])
     return LoaderTrace(
-        landings={n: () if n in recorder.reasons else tuple(found) for n, found in landings.items()},
-        misc_reasons={name: recorder.reasons[name] for name in shapes if name in recorder.reasons},
+        landings={n: () if n in reasons else tuple(found) for n, found in landings.items()},
+        misc_reasons=reasons,
         touched={name: frozenset(recorder.touched.get(name, ())) for name in shapes},
         unknown=frozenset(recorder.unknown),
         lost={name: prod(shapes[name]) for name in recorder.unknown if not recorder.touched.get(name)},
         unwritten={
             name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
         },
-        zeros={name: tuple(found) for name, found in zeros.items() if name not in recorder.reasons},
+        zeros={n: tuple(found) for n, found in zeros.items() if n not in reasons or n in wider},
         joined=frozenset(recorder.joined),
+        wider=wider,
+        again=again,
+    )
+
+
+def _is_whole(landings: Sequence[Landing], parameter: torch.Tensor) -> bool:
+    """Whether a checkpoint tensor, as it is, is all of a parameter."""
+    if len(landings) != 1 or landings[0].dtype is not None:
+        return False
+    [at] = landings
+    return (
+        at.full_shape == tuple(parameter.shape)
+        and at.box == tuple((0, n) for n in parameter.shape)
+        and at.offset == 0
+        and all(
+            step == own
+            for step, own, n in zip(at.stride, parameter.stride(), parameter.shape, strict=True)
+            if n > 1
+        )
     )
 
 
@@ -270,12 +368,63 @@ def _landing(write: Write, full_shape: tuple[int, ...]) -> Landing | None:
     source, target = write.source, write.target
     assert source is not None
     assert write.tensor is not None
-    found = view_box(full_shape, _contiguous_stride(full_shape), source.offset, source.shape, source.stride)
+    # Dimensions that the loader has joined (blocks of a row, say) are the checkpoint tensor's own again.
+    cuts = _cuts(source.shape, source.stride, full_shape, _contiguous_stride(full_shape))
+    shape, steps = _cut(source.shape, source.stride, cuts)
+    found = view_box(full_shape, _contiguous_stride(full_shape), source.offset, shape, steps)
     if found is None:
         return None
+    _, places = _cut(target.shape, target.stride, cuts)
     # A dimension of extent 1 is never stepped over, so any stride describes it.
-    stride = tuple(1 if axis is None else target.stride[axis] for axis in found.axes)
-    return Landing(write.tensor, full_shape, found.box, write.parameter, target.offset, stride)
+    stride = tuple(1 if axis is None else places[axis] for axis in found.axes)
+    return Landing(
+        write.tensor, full_shape, found.box, write.parameter, target.offset, stride, dtype=write.dtype
+    )
+
+
+_Cuts = list[tuple[int, ...]]
+
+
+def _cuts(shape: Sequence[int], stride: Sequence[int], base: Sequence[int], steps: Sequence[int]) -> _Cuts:
+    """For each dimension of a view the extents of those of its base, ``base`` with strides ``steps``, that it joins."""
+    inner = {step: n for n, step in zip(base, steps, strict=True) if n > 1}
+    found: _Cuts = []
+    for n, step in zip(shape, stride, strict=True):
+        extents: list[int] = []
+        while (size := inner.get(step, n)) < n and n % size == 0:
+            extents.insert(0, size)
+            n, step = n // size, step * size
+        found.append((n, *extents))
+    return found
+
+
+def _cut(shape: Sequence[int], stride: Sequence[int], cuts: _Cuts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with its dimensions cut."""
+    assert all(n == prod(extents) for n, extents in zip(shape, cuts, strict=True))
+    steps = [
+        step * prod(extents[i + 1 :])
+        for step, extents in zip(stride, cuts, strict=True)
+        for i in range(len(extents))
+    ]
+    return tuple(n for extents in cuts for n in extents), tuple(steps)
+
+
+def _along(
+    shape: tuple[int, ...], stride: tuple[int, ...], base: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with what joins dimensions of ``base`` cut."""
+    return _cut(shape, stride, _cuts(shape, stride, base.shape, base.stride()))
+
+
+def _joined(shape: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view's extents and strides, with dimensions joined that lie one behind the other, whatever their order."""
+    found: list[tuple[int, int]] = []
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n > 1):
+        if found and found[-1][0] * found[-1][1] == step:
+            found[-1] = found[-1][0], found[-1][1] * n
+        else:
+            found.append((step, n))
+    return tuple(n for _, n in found), tuple(step for step, _ in found)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,19 +1,20 @@
 """What vLLM makes of packed layers after loading, made anew by a refit for all layers together, where vLLM has it.
 
-Which layers these are :mod:`.nvfp4` and :mod:`.mxfp8` say, and :mod:`.packed_layers` how it is known that the same is made.
+Which layers these are, and how it is known that the same is made, :mod:`.packed_layers` says.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache, partial
 from math import log2, prod
 
 import torch
 
+from ....integration.layout import Box, box_of, local_slice
 from ....integration.layout.codes import Tiling
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
@@ -67,12 +68,12 @@ class Order:
     Attributes:
         bits: of an element.
         tiling: of each of its matrices, one behind the other.
-        mapped: its bytes are block scales of NVFP4, of which Marlin makes others.
+        changed: whether the kernel has other bytes of it, by the largest one: Marlin of NVFP4's block scales.
     """
 
     bits: int
     tiling: Tiling
-    mapped: bool = False
+    changed: bool
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class PackedForm:
     dtype: torch.dtype
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
-    def lands_elsewhere(self, parameter: str) -> bool:
-        """Whether a parameter is not loaded into a live one as that is."""
-        return parameter in self.staged or parameter in self.orders
+    def holding(self, held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> PackedForm:
+        """The same, of layers that hold such parameters."""
+        return replace(self, held=held)
 
 
 class Making:
@@ -106,9 +107,15 @@ class Making:
     Args:
         modules: by name, the live parameters of each, and its form.
         device: of them.
+        padding: by module and parameter the boxes that nothing lands in, as it is loaded: they hold zeros.
     """
 
-    def __init__(self, modules: Mapping[str, tuple[Tensors, PackedForm]], device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, tuple[Tensors, PackedForm]],
+        device: torch.device,
+        padding: Mapping[tuple[str, str], Sequence[Box]] | None = None,
+    ) -> None:
         self._device = device
         self._modules = dict(modules)
         self._slots: dict[tuple[str, str], int] = {}
@@ -121,16 +128,25 @@ class Making:
         self._flat = torch.zeros(count, dtype=torch.float32, device=device)
         self._orders = self._ordered()
         self._scales = self._derived()
+        self._blank = [
+            as_loaded[local_slice(box_of(as_loaded.shape), box)]
+            for (module, name), boxes in (padding or {}).items()
+            for as_loaded in (self.as_loaded(module, name),)
+            for box in boxes
+        ]
 
     def landing(self, module: str, parameter: str) -> torch.Tensor | None:
         """Where a parameter of a module lands, as it is loaded; None if in the live parameter as that is."""
         if module not in self._modules:
             return None
-        held, form = self._modules[module]
+        _, form = self._modules[module]
         if (module, parameter) in self._staged:
             return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
-        if parameter not in form.orders:
-            return None
+        return self.as_loaded(module, parameter) if parameter in form.orders else None
+
+    def as_loaded(self, module: str, parameter: str) -> torch.Tensor:
+        """The memory of a live parameter of a module in the shape and dtype in which it is loaded."""
+        held, form = self._modules[module]
         shape, dtype = form.loaded[parameter]
         return _flat_bytes(held[parameter]).view(dtype).view(shape)
 
@@ -141,6 +157,8 @@ class Making:
     @torch.no_grad()
     def make(self) -> None:
         """Once per refit, after all has landed; on a GPU, enqueued on the current stream."""
+        if self._blank:
+            torch._foreach_zero_(self._blank)
         if self._orders is not None:
             self._orders.put()
         for make in self._scales:
@@ -155,7 +173,7 @@ class Making:
         dtypes = {
             form.dtype
             for _, form in self._modules.values()
-            if any(order.mapped for order in form.orders.values())
+            if any(order.changed for order in form.orders.values())
         }
         if len(dtypes) > 1:
             raise ValueError(f"layers compute in {dtypes}")
@@ -163,16 +181,17 @@ class Making:
             for name, order in form.orders.items():
                 memory = _flat_bytes(held[name])
                 slot = None
-                if order.mapped:
+                if order.changed:
                     slot = self._slots[module, name] = len(self._slots)
                     scales.append((memory, slot))
-                *_, rows, width = form.loaded[name][0]
+                (*_, rows, count), dtype = form.loaded[name]
+                width = count * dtype.itemsize
                 jobs += [
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
                     for matrix in memory.split(rows * width)
                 ]
-        maps = marlins_maps(dtypes.pop(), self._device) if dtypes else None
-        return _Orders(jobs, scales, len(self._slots), maps, self._device) if jobs else None
+        maps = marlins_maps(dtypes.pop(), self._device) if dtypes else _no_maps(self._device)
+        return _Orders(jobs, scales, maps, self._device) if jobs else None
 
     def _derived(self) -> list[Callable[[], None]]:
         """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
@@ -297,39 +316,58 @@ def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
     return MarlinsMaps(maps, known, factors)
 
 
+def _no_maps(device: torch.device) -> MarlinsMaps:
+    """Where no bytes are changed."""
+    ints = torch.zeros(1, dtype=torch.int32, device=device)
+    return MarlinsMaps(torch.zeros(1, 256, dtype=torch.uint8, device=device), ints, ints.float())
+
+
 class _Orders:
-    """Puts codes and block scales in a kernel's order, and makes Marlin's bytes of NVFP4's block scales (``maps``)."""
+    """Puts all matrices in their kernel's order, and changes those bytes that Marlin changes."""
 
     def __init__(
         self,
         jobs: Sequence[Unordered],
         scales: Sequence[tuple[torch.Tensor, int]],
-        slots: int,
-        maps: MarlinsMaps | None,
+        maps: MarlinsMaps,
         device: torch.device,
     ) -> None:
         self._maps = maps
-        # Without them no byte becomes another one, and nothing is read of these.
-        self._bytes = torch.zeros(1, 256, dtype=torch.uint8, device=device) if maps is None else maps.maps
         self._reordering = make_reordering(jobs, device)
         self._finder = make_largest_bytes(scales, device) if scales else None
-        self._found = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._choices = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
+        # The kernels want some memory, even where they read none of it.
+        self._found = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
+        self._choices = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
 
     def put(self) -> None:
-        if self._maps is not None and self._finder is not None:
+        if self._finder is not None:
             self._finder.find(self._found)
             torch.index_select(self._maps.powers, 0, self._found, out=self._choices)
-        self._reordering.launch(self._bytes, self._choices)
+        self._reordering.launch(self._maps.maps, self._choices)
 
     def global_scales(self, largest: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
             nvfp4_marlin_process_global_scale,
         )
 
-        assert self._maps is not None, "global scales of Marlin's come with block scales"
         made: torch.Tensor = nvfp4_marlin_process_global_scale(largest, dtype)
         return made / self._maps.factors[self._choices[slots]]
+
+
+def any_bytes(loaded: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
+    """Parameters as they are loaded, of random bytes of all kinds."""
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.randint(
+            0,
+            256,
+            (*shape[:-1], shape[-1] * kind.itemsize),
+            dtype=torch.uint8,
+            device=device,
+            generator=generator,
+        ).view(kind)
+        for name, (shape, kind) in loaded.items()
+    }
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

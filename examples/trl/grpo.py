@@ -1,0 +1,128 @@
+"""GRPO by TRL's AsyncGRPOTrainer on the tiny recipes' arithmetic, with weights shard to shard into a vLLM server.
+
+    python examples/trl/grpo.py --write-tiny /tmp/tiny        # a tiny model to try it with; or take a checkpoint of yours
+    VLLM_SERVER_DEV_MODE=1 CUDA_VISIBLE_DEVICES=2 vllm serve /tmp/tiny --max-model-len 512 --logprobs-mode processed_logprobs \
+        --weight-transfer-config '{"backend": "rlrefit"}'
+    CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file examples/trl/fsdp2.yaml examples/trl/grpo.py --model /tmp/tiny
+
+The last lines have the seconds of each update. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server
+has the backend "nccl", on a GPU of its own (compare.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from rlrefit.recipes.rewards.scorer import arithmetic
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.recipes.tiny.make_data import records
+from rlrefit.recipes.tiny.make_tokenizer import load_tokenizer
+
+# Prompts are texts; TRL has a template for every prompt.
+PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# TRL knows how answers under published templates are read, and has to be told of others.
+TEXT = {"type": "object", "properties": {"content": {"type": "string"}}}
+TIMES = "perf/weight_sync_s"
+
+
+def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    """The bundled rule-based reward; TRL does not say whether a completion ended, and one that did not is longer than its answer."""
+    texts = (completion[-1]["content"].strip() for completion in completions)
+    return [
+        arithmetic(prompt="", completion=text, answer=wanted, finished=True).value
+        for text, wanted in zip(texts, answer, strict=True)
+    ]
+
+
+def write_tiny(folder: Path) -> None:
+    """The tiny recipes' model, with random weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make_checkpoint("qwen3", folder)
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = PLAIN
+    tokenizer.response_schema = TEXT
+    tokenizer.save_pretrained(folder)
+
+
+def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """What TRL logged of each step, on the main process."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    rows = [
+        {"prompt": [{"role": "user", "content": record["prompt"]}], "answer": record["answer"]}
+        for record in records()[0]
+    ]
+    given: dict[str, Any] = {
+        "model": arguments.model,
+        "reward_funcs": reward,
+        "args": AsyncGRPOConfig(
+            output_dir=arguments.out,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=8,
+            learning_rate=arguments.lr,
+            dtype=arguments.dtype,
+            vllm_server_base_url=arguments.server,
+            use_cpu=arguments.cpu,
+            bf16=not arguments.cpu,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+        ),
+        "train_dataset": Dataset.from_list(rows),
+    }
+    if arguments.own:
+        trainer = AsyncGRPOTrainer(**given)
+    else:
+        from rlrefit.workers.frameworks.trl.trainer import RefitAsyncGRPOTrainer
+
+        trainer = RefitAsyncGRPOTrainer(**given)
+    trainer.train()
+    logged = trainer.state.log_history if trainer.is_world_process_zero() else []
+    return [entry for entry in logged if TIMES in entry]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write-tiny", metavar="FOLDER", type=Path, help="write the tiny model there, and end"
+    )
+    parser.add_argument("--model", help="checkpoint, the server's")
+    parser.add_argument("--server", default="http://localhost:8000")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=1e-3, help="for the tiny model; a checkpoint wants 1e-6")
+    parser.add_argument("--dtype", default="float32", help="of the trainer's weights; the server is BF16")
+    parser.add_argument("--out", default="runs/trl")
+    parser.add_argument("--own", action="store_true", help="by TRL's own trainer and transfer")
+    parser.add_argument("--cpu", action="store_true", help="without GPUs, in one process")
+    parser.add_argument(
+        "--stand-ins", action="store_true", help="without the hub's FlashAttention 3 (stand_ins.py)"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.write_tiny:
+        write_tiny(arguments.write_tiny)
+        return 0
+    if arguments.stand_ins or arguments.cpu:
+        import stand_ins
+
+        context: Any = stand_ins.put()
+    else:
+        context = nullcontext()
+    with context:
+        steps = train(arguments)
+    for number, step in enumerate(steps, 1):
+        print(f"step {number}: update {step[TIMES]:.3f} s; reward {step['reward']:.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

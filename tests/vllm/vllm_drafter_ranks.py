@@ -1,0 +1,202 @@
+"""MTP layers of one rank beside the model that they draft for, as vLLM's own proposer loads them, without an engine around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm_checkpoints import manifest_of, read_checkpoint
+from vllm_ranks import (
+    Case,
+    Tensors,
+    _accept_latent_attention,
+    _know_architecture,
+    _know_class,
+    _poison,
+    _state,
+    _unequal,
+    groups_of,
+    loaded,
+)
+from vllm_refit import refit
+
+from rlrefit.integration.errors import PlanError
+from tests.vllm_cpu import accept_experts_without_gates
+
+if TYPE_CHECKING:
+    from rlrefit.workers.engines.vllm.drafted import DraftedDestination
+
+# Family → vLLM's class of its MTP layers.
+DRAFTERS = {
+    "deepseek_v3": "DeepSeekMTPModel",
+    "glm4_moe": "Glm4MoeMTPModel",
+    "glm4_moe_lite": "Glm4MoeLiteMTPModel",
+    "nemotron_h-latent": "NemotronHMTPModel",
+    "qwen3_next": "Qwen3NextMTP",
+}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A case of an engine with MTP layers that draft.
+
+    Attributes:
+        case: whose checkpoints have them.
+        apart: the drafter keeps the embedding and the head that it has loaded itself, as it does in a pipeline.
+    """
+
+    case: Case
+    apart: bool = False
+
+
+@dataclass
+class DraftedRank:
+    """What one rank saw; names are the checkpoint's.
+
+    Attributes:
+        bulk: what goes in place, with the number of its places.
+        misc: what takes the misc path, and why.
+        aside: weights that neither model wants.
+        shared: parameters of the drafter that are the served model's.
+        differing: parts of either model that are not as vLLM itself loads them; by occasion.
+        refused: weights of MTP layers without which a manifest is refused.
+        taken: and those without which it is not.
+        stayed: what a manifest without weights of MTP layers left in the drafter is what was there before.
+        told: what the log says of that manifest.
+        process_state_untouched: tracing left vLLM's registries as they were.
+    """
+
+    bulk: dict[str, int]
+    misc: dict[str, str]
+    aside: set[str]
+    shared: set[str]
+    differing: dict[str, list[str]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
+    stayed: bool = False
+    told: list[str] = field(default_factory=list)
+    process_state_untouched: bool = False
+
+
+@dataclass
+class _Pair:
+    """A served model and the one that drafts for it."""
+
+    served: torch.nn.Module
+    drafter: torch.nn.Module
+
+    def state(self) -> dict[str, Tensors]:
+        return {"served": _state(self.served), "drafter": _state(self.drafter)}
+
+    def differing(self, expected: dict[str, Tensors]) -> list[str]:
+        return [
+            f"{which} {name}"
+            for which, model in (("served", self.served), ("drafter", self.drafter))
+            for name in _unequal(model, expected[which])
+        ]
+
+    def poison(self) -> None:
+        _poison(self.served)
+        _poison(self.drafter)
+
+
+def draft_there_and_back(rank: int, cases: Sequence[Drafted]) -> list[DraftedRank]:
+    """For each case load A and its drafter, refit to B, compare with what vLLM itself loads from B; back to A."""
+    _accept_latent_attention()
+    accept_experts_without_gates()
+    found = []
+    for drafted in cases:
+        case = drafted.case
+        _know_architecture(case.path_a)
+        _know_class(DRAFTERS[Path(case.path_a).parent.name])
+        with groups_of(rank, case):
+            found.append(_one_case(case, drafted.apart))
+    return found
+
+
+def _loaded_pair(case: Case, path: str, apart: bool) -> tuple[_Pair, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    served, config = loaded(case, path)
+    with set_current_vllm_config(config):
+        proposer = EagleProposer(config, torch.device("cpu"))
+        if apart:
+            return _Pair(served, proposer._get_model()), config
+        proposer.load_model(served)
+    return _Pair(served, proposer.model), config
+
+
+def _one_case(case: Case, apart: bool) -> DraftedRank:
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.drafted import DraftedDestination, DrafterDestination
+
+    pair, config = _loaded_pair(case, case.path_a, apart)
+    a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
+    device = torch.device("cpu")
+    destination = DraftedDestination(
+        VllmDestination(pair.served, config, device),
+        DrafterDestination(pair.drafter, pair.served, config, device),
+        config,
+    )
+    registered, rotary = list(config.compilation_config.static_forward_context.items()), dict(_ROPE_DICT)
+    fragments, misc = destination.fragments(manifest_of(a))
+    bulk: dict[str, int] = {}
+    for fragment in fragments:
+        bulk[fragment.name] = bulk.get(fragment.name, 0) + 1
+    of_served = {id(p) for p in pair.served.parameters()}
+    found = DraftedRank(
+        bulk,
+        misc,
+        a.keys() - bulk.keys() - misc.keys(),
+        {name for name, p in pair.drafter.named_parameters(remove_duplicate=False) if id(p) in of_served},
+    )
+    found.process_state_untouched = (
+        list(config.compilation_config.static_forward_context.items()) == registered and rotary == _ROPE_DICT
+    )
+    as_a, as_b = pair.state(), _loaded_pair(case, case.path_b, apart)[0].state()
+    for version, (occasion, tensors, expected) in enumerate([("there", b, as_b), ("back", a, as_a)]):
+        pair.poison()
+        refit(destination, fragments, misc, tensors, version)
+        found.differing[occasion] = pair.differing(expected)
+    pair.poison()
+    # What the trainer can't place comes this way, wherever the engine would have taken it in place.
+    refit(destination, [], dict.fromkeys(b, ""), b, 2)
+    found.differing["all through the loader"] = pair.differing(as_b)
+    _without(destination, pair, a, found)
+    return found
+
+
+def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, found: DraftedRank) -> None:
+    """Manifests without one weight of the MTP layers, and without any."""
+    from rlrefit.workers.engines.vllm.drafters import mtp_weights
+
+    drafted = set(mtp_weights(tensors, destination._vllm_config))
+    for name in sorted(drafted):
+        try:
+            destination.routes(manifest_of({n: t for n, t in tensors.items() if n != name}))
+            found.taken.add(name)
+        except PlanError:
+            found.refused.add(name)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in drafted}
+    before = {name: p.detach().clone() for name, p in pair.drafter.named_parameters()}
+    log = logging.getLogger("rlrefit.workers.engines.vllm.drafters")
+    handler = logging.Handler()
+    handler.emit = lambda record: found.told.append(record.getMessage())
+    log.addHandler(handler)
+    for version in (3, 4):
+        fragments, misc = destination.fragments(manifest_of(rest))
+        refit(destination, fragments, misc, rest, version)
+    log.removeHandler(handler)
+    found.stayed = all(
+        torch.equal(p, before[name])
+        for name, p in pair.drafter.named_parameters()
+        if name not in found.shared
+    )

@@ -1,0 +1,1 @@
+"""TRL's AsyncGRPOTrainer, with weights shard to shard from its ranks into a vLLM server."""

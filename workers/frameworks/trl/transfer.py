@@ -1,0 +1,251 @@
+"""One trainer rank's part in the updates of a vLLM server: its own shards, and on the main process the server's calls."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+
+from ....integration.config import RefitConfig, records_no_steps
+from ....integration.errors import RefitError
+from ...engines.common.http_calls import STAGE, HttpCalls
+from ...engines.http_client import RefitClient
+from ...trainers.fsdp.mixin import FSDPRefitMixin
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# Under which a rank's modules have its weights, whole or as DTensors. FSDP is of either version.
+_SERVED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+)
+# Seconds for what the server answers at once.
+_ASK_S = 60.0
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The same on all ranks.
+
+    Attributes:
+        refit: as ``policy.refit`` of a recipe.
+        dtype: of the server's weights, in which they travel; None asks the server.
+        host: address of the main process's host as the other ranks and the server's workers reach it; None takes that of its
+            connection to the server.
+    """
+
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    dtype: torch.dtype | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the main process has all ranks do: refit ``version``, and join ``rendezvous`` before it, unless that is None."""
+
+    version: int
+    rendezvous: dict[str, Any] | None = None
+    dtype: torch.dtype | None = None
+
+
+class ShardTransfer(FSDPRefitMixin):
+    """What TRL knows as the ``weight_transfer`` of the main process; here each rank has one.
+
+    Args:
+        trainer: TRL's, of this rank. It may come to be built after this.
+        options: of all.
+    """
+
+    def __init__(self, trainer: Any, options: ShardOptions) -> None:
+        self.refit_config, self.refit_dtype = options.refit, options.dtype
+        self._trainer, self._host = trainer, options.host
+        # Of the main process, from the first meeting on, until an update fails.
+        self._client: RefitClient | None = None
+        self._epochs = 0
+        # Names of those that the ranks are on.
+        self._hosts: set[str] = set()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The policy, without DDP around it."""
+        policy: torch.nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return policy
+
+    def require_served(self) -> None:
+        """Check the trainer, once it is built; a collective of all ranks.
+
+        Raises:
+            RefitError: lists all that is wrong.
+        """
+        config, accelerator = self.refit_config, self._trainer.accelerator
+        wrong = [*config.violations(), *records_no_steps(config, "refit", "TRL's trainer")]
+        if config.lora == "adapter":
+            wrong.append(
+                "refit.lora: adapter needs requests that name the adapter, and TRL's name the base model; give merge"
+            )
+        if config.kv_scales:
+            wrong.append(
+                "refit.kv_scales needs calibrate_kv_scales before a refit, which TRL does not call; give false"
+            )
+        kind = accelerator.distributed_type
+        if kind not in _SERVED or (kind is DistributedType.FSDP and not accelerator.is_fsdp2):
+            name = "FSDP1" if kind is DistributedType.FSDP else kind.value
+            wrong.append(
+                f"accelerate runs this training as {name}, which keeps weights elsewhere than in the modules' own parameters; take "
+                "FSDP2 (fsdp_config version 2), DDP or one process"
+            )
+        if wrong:
+            raise RefitError("; ".join(wrong), stage="settings")
+        self._hosts = set(gather_object([socket.gethostname()]))
+
+    def update(self, met: Callable[[], None]) -> tuple[int, dict[str, Any]]:
+        """Bring the server to the next version; a collective of all ranks.
+
+        Args:
+            met: called once all ranks are here.
+
+        Returns:
+            The version, and this rank's record.
+
+        Raises:
+            RefitError: and its kinds, on all ranks. The server goes on with the version before, or stays paused.
+        """
+        order = self._from_main(self._order)
+        met()
+        rank, ranks = self._trainer.accelerator.process_index, self._trainer.accelerator.num_processes
+        if order.rendezvous is not None:
+            self.refit_dtype = order.dtype
+            self._with_server(
+                partial(self.join_refit, order.rendezvous, rank),
+                lambda client: client.join_refit(order.rendezvous, ranks, self.refit_config),
+            )
+        record = self._with_server(
+            partial(self.refit, order.version), lambda client: client.refit(order.version)
+        )
+        return order.version, record
+
+    def close(self) -> None:
+        """End the epoch on this rank, and on the main process on the server's workers too, if no update has failed."""
+        client, self._client = self._client, None
+        if client is not None:
+            try:
+                client.close_refit()
+            except RefitError as error:  # whatever it was, the server has served all updates before it
+                logger.warning("the server was not told that the training has ended: %s", error)
+        self.close_refit()
+
+    def init_weight_transfer(self) -> None:
+        """Nothing: TRL asks the main process alone, and all ranks meet the server in the first update."""
+
+    def destroy(self) -> None:
+        """Nothing, for the same reason; :meth:`close` is for all."""
+
+    def _order(self) -> _Order:
+        version = self._trainer.model_version + 1
+        if self._client is not None and self.refit_healthy():
+            return _Order(version)
+        self._trainer.vllm_client.wait_for_server_ready()
+        url = self._trainer.vllm_client.server_url
+        client = RefitClient(url, timeout_s=self.refit_config.call_limit_s)
+        workers = _asked(url, "/get_world_size")["world_size"]
+        dtype = self.refit_dtype
+        if dtype is None:
+            info = _asked(url, "/server_info?config_format=json")
+            dtype = getattr(torch, info["vllm_config"]["model_config"]["dtype"].removeprefix("torch."))
+        ranks = self._trainer.accelerator.num_processes
+        rendezvous = self.open_refit_rendezvous(self._address(url), ranks, workers, self._epochs)
+        self._client, self._epochs = client, self._epochs + 1
+        return _Order(version, rendezvous, dtype)
+
+    def _address(self, url: str) -> str:
+        if self._host is not None:
+            return self._host
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname, port), _ASK_S) as way:
+            address = str(way.getsockname()[0])
+        if len(self._hosts) > 1 and ip_address(address).is_loopback:
+            raise RefitError(
+                f"the main process reaches the server at {url} from {address}, where ranks on other hosts can't reach it. Nothing was "
+                "sent; give ShardOptions the host",
+                stage="settings",
+            )
+        return address
+
+    def _with_server(
+        self, ours: Callable[[], dict[str, Any]], theirs: Callable[[RefitClient], Any]
+    ) -> dict[str, Any]:
+        """Do this rank's part, and on the main process have the server do its own meanwhile.
+
+        Raises:
+            Exception: on the main process the first in time, with the other one as its note; of the server alone, on all ranks.
+        """
+        client, failed = self._client, list[Exception]()
+        if client is None:
+            found: dict[str, Any] | None = ours()
+        else:
+            with ThreadPoolExecutor(1, thread_name_prefix="rlrefit") as pool:
+                pool.submit(self._serve, client, theirs, failed)
+                try:
+                    found = ours()
+                except Exception as error:
+                    found = None
+                    failed.append(error)
+            if failed:
+                self._client = None
+            for other in failed[1:]:
+                failed[0].add_note(f"Later, beside it: {type(other).__name__}: {other}")
+        if found is None:  # this rank has failed, and so have the others
+            raise failed[0]
+        self._from_main(lambda: _raise(failed))
+        return found
+
+    def _serve(
+        self, client: RefitClient, theirs: Callable[[RefitClient], Any], failed: list[Exception]
+    ) -> None:
+        try:
+            theirs(client)
+        except Exception as error:
+            failed.append(error)
+            # The trainer's ranks would wait for the server's workers for their whole limit.
+            if self._refit_server is not None:
+                self._refit_server.close()
+
+    def _from_main(self, make: Callable[[], _T]) -> _T:
+        """What ``make`` gives on the main process, on all ranks; its error is raised on all."""
+        told: list[Any] = [None]
+        if self._trainer.accelerator.is_main_process:
+            try:
+                told = [make()]
+            except Exception as error:
+                told = [error]
+        answer: Any = broadcast_object_list(told)[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _asked(url: str, path: str) -> dict[str, Any]:
+    answer = HttpCalls(url, timeout_s=_ASK_S).ask("GET", path)
+    if answer.status != 200:
+        raise RefitError(
+            f"the server at {url} answered GET {path} with {answer.status}: {answer.words}", stage=STAGE
+        )
+    return answer.content
+
+
+def _raise(errors: list[Exception]) -> None:
+    if errors:
+        raise errors[0]
