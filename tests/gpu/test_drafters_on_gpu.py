@@ -21,7 +21,8 @@ from .vllm_trainer import CONFIG, Trainer
 pytestmark = [*needs("vllm", "transformers"), pytest.mark.timeout(240)]
 
 TOKENS = 40
-PROMPTS = [[5, 17, 33, 60], [3, 40], [9]]
+# None of one token: at the first position vLLM gives MTP layers zeros in place of the embedding, so that no draft is right there.
+PROMPTS = [[5, 17, 33, 60], [3, 40], [9, 21]]
 _EXPERTS = {"max_position_embeddings": 512, "norm_topk_prob": True, "moe_intermediate_size": 64}
 GLM = {"head_dim": 64, **_EXPERTS}
 # Of the sizes that kernels of latent attention have.

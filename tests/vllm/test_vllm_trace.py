@@ -233,7 +233,7 @@ def test_dimensions_that_the_loader_merges_are_followed() -> None:
     landing.write(tensor, held)
     assert torch.equal(held[:, :3, :8], tensor.view(2, 5, 12)[:, 1:4, 4:12])
     assert held.isnan().sum() == held.numel() - 2 * 3 * 8
-    assert landing.place(held) == ((0, 2), (0, 3), (0, 8))
+    assert landing.box_in(held) == ((0, 2), (0, 3), (0, 8))
 
 
 @pytest.mark.parametrize(
