@@ -18,7 +18,8 @@ from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
 from . import blocks, fp8_blockwise, mxfp8
 from .fp8_table import Fp8Table, has_kernel
-from .jobs import TorchEncoder, make_jobs
+from .jobs import QuantizeJob, TorchEncoder, make_jobs
+from .mxfp8_table import Mxfp8Table
 from .partial_blocks import PartialBlocks
 
 
@@ -41,6 +42,12 @@ class Format(Protocol):
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
+
+    def has_kernel(self, rounded: torch.dtype | None) -> bool:
+        """Whether GPUs do the same by a kernel, of weights that are ``rounded`` to this type first."""
+
+    def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
+        """Jobs of parts that cut no block, by that kernel."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,12 @@ class Fp8Blockwise:
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
 
+    def has_kernel(self, rounded: torch.dtype | None) -> bool:
+        return has_kernel(self.block, rounded)
+
+    def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
+        return Fp8Table.build(jobs, device, self.scale_format, round_to_bf16)
+
 
 @dataclass(frozen=True)
 class Mxfp8:
@@ -97,6 +110,12 @@ class Mxfp8:
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
 
+    def has_kernel(self, rounded: torch.dtype | None) -> bool:
+        return rounded in (None, torch.bfloat16)
+
+    def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
+        return Mxfp8Table.build(jobs, device, mxfp8.Rounding(self.rounding), round_to_bf16)
+
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
 
@@ -118,16 +137,12 @@ class WholeBlocks:
         return self.format.block
 
     def has_kernel(self, source: torch.dtype) -> bool:
-        return isinstance(self.format, Fp8Blockwise) and has_kernel(self.format.block, self.rounded)
+        return self.format.has_kernel(self.rounded)
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        jobs, format = make_jobs(pairs), self.format
-        if (
-            device.type == "cuda"
-            and isinstance(format, Fp8Blockwise)
-            and has_kernel(format.block, self.rounded)
-        ):
-            return Fp8Table.build(jobs, device, format.scale_format, self.rounded is not None)
+        jobs = make_jobs(pairs)
+        if device.type == "cuda" and self.format.has_kernel(self.rounded):
+            return self.format.on_device(jobs, device, self.rounded is not None)
         return TorchEncoder(jobs, self._encode)
 
     def _encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from . import blocks
 from .fp8_blockwise import AMAX_FLOOR, BLOCK, ScaleFormat
 from .jobs import QuantizeJob, Target
 
-_COLUMNS = 16
+COLUMNS = 16
 # The fastest on an H200 of 4, 8 and 16, with any limit of registers: 94% of the copy rate for whole experts (8: 80%).
 _WARPS = 4
 # Elements: 16 bytes of codes.
 _UNIT = 16
 _NOWHERE = Strided(0, (0, 0), (0, 0), 1)
+# A job with the memory of its source, its codes and its scales.
+Checked = tuple[QuantizeJob, Strided, Strided, Strided]
 
 
 def has_kernel(block: tuple[int, int], rounded: torch.dtype | None) -> bool:
@@ -57,43 +59,23 @@ class Fp8Table:
         """
         from .fp8_kernels import WORDS, quantize_blocks
 
-        groups: dict[tuple[str, int, bool, bool], list[tuple[QuantizeJob, Strided, Strided, Strided]]] = {}
+        groups: dict[tuple[str, int, bool, bool], list[Checked]] = {}
         nbytes = 0
         for job in jobs:
             if not job.source.numel():
                 continue
-            source, codes, scales = _checked(job)
+            found = checked(job, BLOCK, torch.float32)
             nbytes += job.nbytes
-            unit = _unit(job, source, codes)
-            key = str(job.source.dtype), unit, job.head is not None, job.reads_scales
-            groups.setdefault(key, []).append((job, source, codes, scales))
-        # Ada and later have instructions for E4M3.
-        converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+            key = str(job.source.dtype), unit_of(found), job.head is not None, job.reads_scales
+            groups.setdefault(key, []).append(found)
+        converts = has_e4m3(device)
         launches = []
         for (dtype, unit, cut, given), group in groups.items():
-            tiles, rows = _table(group)
-            arguments = (
-                torch.from_numpy(tiles).to(device),
-                torch.from_numpy(rows).to(device),
-                *(
-                    _COLUMNS,
-                    WORDS[dtype],
-                    BLOCK[0],
-                    AMAX_FLOOR,
-                    scale is ScaleFormat.UE8M0,
-                    round_to_bf16,
-                    unit,
-                    converts,
-                    cut,
-                    given,
-                ),
+            constants = (
+                *(COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, round_to_bf16),
+                *(unit, converts, cut, given),
             )
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    compiled = quantize_blocks.warmup(*arguments, grid=(len(tiles),), num_warps=_WARPS)
-                    launches.append(partial(compiled[(len(tiles), 1, 1)], *arguments))
-            else:  # Triton's interpreter, in tests
-                launches.append(partial(quantize_blocks[(len(tiles),)], *arguments))
+            launches.append(prepared(quantize_blocks, group, _programs, constants, device, _WARPS))
         return Fp8Table(launches, nbytes)
 
     def launch(self) -> None:
@@ -102,8 +84,41 @@ class Fp8Table:
             launch()
 
 
-def _unit(job: QuantizeJob, source: Strided, codes: Strided) -> int:
+def has_e4m3(device: torch.device) -> bool:
+    """Whether a device has instructions for E4M3: GPUs from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def prepared(
+    kernel: Any,
+    group: Sequence[Checked],
+    programs: Callable[[int, int], int],
+    constants: tuple[Any, ...],
+    device: torch.device,
+    warps: int,
+) -> Callable[[], Any]:
+    """One launch of a kernel for some jobs, compiled, with its table on the device.
+
+    Args:
+        kernel: takes the row of each program, the rows, and ``constants``.
+        group: jobs that share these constants.
+        programs: how many a job of some rows and columns takes.
+        constants: of the kernel.
+        device: that computes.
+        warps: of a program.
+    """
+    tiles, rows = _table(group, programs)
+    arguments = (torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device), *constants)
+    if device.type != "cuda":  # Triton's interpreter, in tests
+        return partial(kernel[(len(tiles),)], *arguments)
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments, grid=(len(tiles),), num_warps=warps)
+        return partial(compiled[(len(tiles), 1, 1)], *arguments)
+
+
+def unit_of(found: Checked) -> int:
     """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
+    job, source, codes, _ = found
     head = job.head or (0, 0)
     aligned = job.source.shape[1] % _UNIT == job.first[1] % _UNIT == head[1] % _UNIT == 0
     for memory in (source, codes):
@@ -113,15 +128,19 @@ def _unit(job: QuantizeJob, source: Strided, codes: Strided) -> int:
     return _UNIT if aligned and codes.shape[1] % _UNIT == 0 else 1
 
 
-def _table(group: Sequence[tuple[QuantizeJob, Strided, Strided, Strided]]) -> tuple[np.ndarray, np.ndarray]:
+def _programs(height: int, width: int) -> int:
+    return -(-height // BLOCK[0]) * -(-width // BLOCK[1])
+
+
+def _table(group: Sequence[Checked], programs: Callable[[int, int], int]) -> tuple[np.ndarray, np.ndarray]:
     """The row of each program, and the rows: addresses, sizes, strides in elements, the first program, the codes' part."""
-    rows = np.empty((len(group), _COLUMNS), dtype=np.int64)
+    rows = np.empty((len(group), COLUMNS), dtype=np.int64)
     counts = np.empty(len(group), dtype=np.int64)
     first = 0
     for row, (job, source, codes, scales) in enumerate(group):
         down, right = job.head or (0, 0)
         height, width = _touched(job)
-        counts[row] = -(-height // BLOCK[0]) * -(-width // BLOCK[1])
+        counts[row] = programs(height, width)
         top, left = job.first[0] + down, job.first[1] + right
         # Where the first block would begin, of which nothing before the job is read.
         begin = source.address - down * source.strides[0] - right * source.strides[1]
@@ -134,12 +153,16 @@ def _table(group: Sequence[tuple[QuantizeJob, Strided, Strided, Strided]]) -> tu
     return np.repeat(np.arange(len(group), dtype=np.int32), counts), rows
 
 
-def _checked(job: QuantizeJob) -> tuple[Strided, Strided, Strided]:
-    """The job's memory; what it lacks is ``_NOWHERE``."""
-    blocks.check_weight(job.source, BLOCK)
+def checked(job: QuantizeJob, block: tuple[int, int], scale_dtype: torch.dtype) -> Checked:
+    """A job with its memory; what it lacks is at address 0.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or several elements of a result share a place.
+    """
+    blocks.check_weight(job.source, block)
     height, width = job.source.shape
     codes = _memory(job.codes, "codes", torch.float8_e4m3fn)
-    scales = _memory(job.scales, "scales", torch.float32)
+    scales = _memory(job.scales, "scales", scale_dtype)
     top, left = job.first
     if top + codes.shape[0] > height or left + codes.shape[1] > width:
         raise ValueError(
@@ -152,12 +175,12 @@ def _checked(job: QuantizeJob) -> tuple[Strided, Strided, Strided]:
             f"a weight of shape {(height, width)} that may cut blocks is quantized as a whole, by scales beside it; codes of "
             f"shape {codes.shape} are wanted"
         )
-    wanted = blocks.scale_shape(_touched(job), BLOCK)
+    wanted = blocks.scale_shape(_touched(job), block)
     if scales is not _NOWHERE and scales.shape != wanted:
         raise ValueError(
             f"the scales of a weight of shape {(height, width)} are of shape {wanted}, not {scales.shape}"
         )
-    return Strided.of(job.source), codes, scales
+    return job, Strided.of(job.source), codes, scales
 
 
 def _touched(job: QuantizeJob) -> tuple[int, int]:

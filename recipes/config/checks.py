@@ -32,7 +32,7 @@ CHOICES = {
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
-    "generation.weight_dtype": ("auto", "fp8", "mxfp4"),
+    "generation.weight_dtype": ("auto", "fp8", "mxfp4", "mxfp8"),
     "policy.qat": ("off", "w4a4", "w4a16"),
 }
 
@@ -266,19 +266,41 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
-    quantizes, fp8 = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype == "fp8"
-    if quantizes and not fp8 and stored not in bad:
+    quantizes, dtype = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype
+    if stored in bad:
+        return
+    made = dtype in ("fp8", "mxfp8")
+    if quantizes and not made:
         yield Violation(
             (key, stored),
-            f"{key}: the engine keeps its weights in the dtype of the model, so that nothing is to be quantized; give "
-            f"{stored}=fp8, or false here",
+            f"{key}: the engine keeps no weights in FP8, so that nothing is to be quantized so; give {stored}=fp8, or false here",
         )
-    if fp8 and not quantizes and config.generation.backend != "vllm":
+    if dtype == "mxfp8" and config.generation.backend != "vllm":
+        yield Violation(
+            (stored, "generation.backend"),
+            f"{stored}: refits bring MXFP8 to vLLM alone; give fp8, or generation.backend=vllm",
+        )
+    elif dtype == "mxfp8" and not quantizes:
+        yield Violation(
+            (stored, key),
+            f"{stored}: before Blackwell vLLM's own scales of MXFP8 leave half of its range unused, so the trainer makes them; "
+            f"give {key}=true",
+        )
+    if (
+        dtype == "mxfp8"
+        and config.generation.backend == "vllm"
+        and config.generation.vllm.kv_cache_dtype != "auto"
+    ):
+        yield Violation(
+            ("generation.vllm.kv_cache_dtype", stored),
+            f"generation.vllm.kv_cache_dtype: an FP8 KV cache beside {stored}=mxfp8 has not run; give auto, or {stored}=fp8",
+        )
+    if dtype == "fp8" and not quantizes and config.generation.backend != "vllm":
         yield Violation(
             (stored, "generation.backend", key),
             f"{stored}: the {config.generation.backend} engine does not quantize weights itself; give {key}=true",
         )
-    if quantizes and fp8 and config.model.dtype not in ("auto", "bfloat16", "float16"):
+    if quantizes and made and config.model.dtype not in ("auto", "bfloat16", "float16"):
         yield Violation(
             (key, "model.dtype"),
             f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
@@ -558,8 +580,8 @@ def _lora(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     if generation.weight_dtype != "auto":
         yield Violation(
             (key, "generation.weight_dtype"),
-            f"{key}: adapter brings no weights of the base model, which generation.weight_dtype {generation.weight_dtype} takes from "
-            "the trainer; give merge",
+            f"{key}: adapter brings no weights of the base model, which generation.weight_dtype {generation.weight_dtype} takes "
+            "from the trainer; give merge",
         )
 
 

@@ -137,11 +137,12 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
             "policy.qat: w4a16, but vLLM has no product with such weights for CPUs, and this machine has no GPU; give w4a4, or "
             "ray.address of a cluster with some",
         )
-    if config.generation.weight_dtype == "mxfp4" and not gpus and config.ray.address is None:
+    if config.generation.weight_dtype in ("mxfp4", "mxfp8") and not gpus and config.ray.address is None:
+        instead = "auto" if config.generation.weight_dtype == "mxfp4" else "fp8"
         yield Violation(
             ("generation.weight_dtype", "ray.address"),
-            "generation.weight_dtype: mxfp4, but vLLM has no product with such weights for CPUs, and this machine has no GPU; give "
-            "auto, or ray.address of a cluster with some",
+            f"generation.weight_dtype: {config.generation.weight_dtype}, but vLLM has no product with such weights for CPUs, and this "
+            f"machine has no GPU; give {instead}, or ray.address of a cluster with some",
         )
     if config.generation.colocated.enabled:
         yield from colocated_gpu_violations(config, gpus)

@@ -109,7 +109,8 @@ class GenerationConfig:
         weight_dtype: ``auto`` for the model's dtype. ``fp8``: the decoder layers' matrices, except routers, are E4M3 in blocks
             of 128 by 128. With ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends them; without,
             vLLM quantizes them after each refit, and other engines are refused. The transformers engine computes in the
-            model's dtype. ``mxfp4``: GPT-OSS's experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM.
+            model's dtype. ``mxfp8``: the same matrices in MXFP8, quantized by the trainer, for vLLM on GPUs. ``mxfp4``: GPT-OSS's
+            experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...integration.quantize.fp8_blockwise import BLOCK
+from ...integration.quantize.mxfp8 import BLOCK as MXFP8_BLOCK
 from ...integration.quantize.nvfp4_checkpoint import quantization_config
 from ...workers.engines.sglang.loader import LOADER
 from ...workers.trainers.qat.config import QATConfig
@@ -49,7 +50,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+    if generation.weight_dtype in ("fp8", "mxfp8") and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
     if generation.weight_dtype == "mxfp4":
         # The engine expects packed experts, which the checkpoint lacks, so the first refit brings all weights. Of the kernels before
@@ -69,11 +70,12 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
 
 
 def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an engine that holds the weights of an unquantized checkpoint in FP8 blocks."""
+    """Of an engine that holds the weights of an unquantized checkpoint in FP8 blocks, or in MXFP8."""
     if not config.policy.refit.trainer_quantize_fp8:
         return {"quantization": "fp8_per_block"}
-    # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
-    return {"hf_overrides": {"quantization_config": block_fp8(hf_config)}, "load_format": "dummy"}
+    # The engine expects codes and scales, which the checkpoint lacks, so the first refit brings all weights.
+    made = mxfp8() if config.generation.weight_dtype == "mxfp8" else block_fp8(hf_config)
+    return {"hf_overrides": {"quantization_config": made}, "load_format": "dummy"}
 
 
 def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
@@ -163,6 +165,34 @@ def block_fp8(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
         "modules_to_not_convert": ["lm_head", *(routers if has_experts(hf_config) else [])],
+    }
+
+
+def mxfp8() -> dict[str, Any]:
+    """``quantization_config`` of the same matrices as :func:`block_fp8`'s in MXFP8, in compressed-tensors' form.
+
+    ModelOpt's form has experts for Blackwell alone (vLLM 0.21).
+    """
+    numbers = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "group",
+        "group_size": MXFP8_BLOCK,
+        "symmetric": True,
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"dynamic": False},
+        "input_activations": numbers | {"dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp[.]gate$", "re:.*[.]shared_expert_gate$"],
     }
 
 

@@ -17,6 +17,7 @@ from rlrefit.recipes.config.machine import gpu_violations
 
 VLLM = {"generation.backend": "vllm"}
 FP8 = {"generation.weight_dtype": "fp8"}
+MXFP8 = {"generation.weight_dtype": "mxfp8"}
 QUANTIZES = {"policy.refit.trainer_quantize_fp8": True}
 MXFP4 = VLLM | {"policy.refit.trainer_quantize_mxfp4": True, "generation.weight_dtype": "mxfp4"}
 DAPO = {"algorithm.name": "dapo"}
@@ -54,7 +55,16 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (FP8 | {"model.dtype": "float32"} | QUANTIZES, "BF16 or FP16"),
         (FP8, "give policy.refit.trainer_quantize_fp8=true"),
         ({"generation.backend": "sglang"} | FP8, "the sglang engine"),
+        ({"generation.backend": "sglang"} | QUANTIZES | MXFP8, "to vLLM alone"),
+        (VLLM | MXFP8, "give policy.refit.trainer_quantize_fp8=true"),
+        (VLLM | MXFP8 | QUANTIZES | {"generation.vllm.kv_cache_dtype": "fp8"}, "has not run"),
+        (VLLM | MXFP8 | {"model.dtype": "float32"} | QUANTIZES, "BF16 or FP16"),
         ({"policy.refit.trainer_quantize_mxfp4": True}, "give generation.weight_dtype=mxfp4"),
+        (
+            VLLM | MXFP8 | QUANTIZES | {"policy.refit.trainer_quantize_mxfp4": True},
+            "give generation.weight_dtype=mxfp4",
+        ),
+        (MXFP4 | QUANTIZES, "give generation.weight_dtype=fp8"),
         (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
         ({"trainer.ranks": 2, TP: 2, "trainer.lora.rank": 3}, "over whose ranks Megatron cuts it"),
@@ -115,6 +125,7 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         {"generation.vllm.max_model_len": 19},  # the transformers engine does not read it
         QUANTIZES | FP8,
         VLLM | FP8,
+        VLLM | MXFP8 | QUANTIZES,
         MXFP4,
         MXFP4 | {"policy.refit.delta": "always", "trainer.backend": "fsdp", "trainer.distributed_optimizer": False},
         {"trainer.optimizer.warmup_steps": TrainConfig().algorithm.steps},
@@ -322,6 +333,8 @@ def test_models_and_data_that_are_not_there_are_all_named(violations, tmp_path: 
         (VLLM | SHARED, 6, ""),
         (VLLM | SHARED, 5, "6 ranks share a GPU each"),
         (SHARED, 6, "give generation.backend=vllm or sglang"),
+        (VLLM | MXFP8 | QUANTIZES, 9, ""),
+        (VLLM | MXFP8 | QUANTIZES, 0, "for CPUs"),
     ],
 )
 def test_ranks_have_to_fit_a_local_machines_gpus_and_not_a_clusters(

@@ -12,6 +12,7 @@ from tests.quantize.test_fp8_kernels import (
     hard_weights,
 )
 from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4_with_torch
+from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
 from tests.quantize.weights import same
 
@@ -59,6 +60,7 @@ def test_the_mxfp4_kernel_gives_torchs_bytes() -> None:
 def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
     compare_cut_blocks_with_torch(torch.device("cuda", 0))
+    compare_mxfp8_with_torch(torch.device("cuda", 0))
 
 
 def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:

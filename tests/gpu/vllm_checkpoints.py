@@ -1,13 +1,16 @@
-"""Tiny Qwen3 checkpoints whose sizes vLLM's GPU kernels take, in BF16 or block-quantized FP8."""
+"""Tiny Qwen3 checkpoints whose sizes vLLM's GPU kernels take, in BF16, block-quantized FP8 or MXFP8."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlrefit.integration.quantize import mxfp8
 from rlrefit.integration.quantize.fp8_blockwise import BLOCK, ScaleFormat, quantize
 
 _COMMON = {
@@ -53,20 +56,40 @@ def read_checkpoint(path: str) -> dict[str, torch.Tensor]:
 
 def quantize_in_blocks(path: Path, scale: ScaleFormat = ScaleFormat.FP32) -> None:
     """Turn a Qwen3 checkpoint into FP8 blocks, as those of the hub have it."""
-    tensors = {}
-    for name, tensor in read_checkpoint(str(path)).items():
-        tensors[name] = tensor
-        if name.endswith("_proj.weight"):
-            tensors[name], tensors[name + "_scale_inv"] = quantize(tensor, scale=scale)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {
+    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    config = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
         "modules_to_not_convert": [
             "lm_head",
-            *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])),
+            *(f"model.layers.{layer}.mlp.gate" for layer in range(layers)),
         ],
     }
-    (path / "config.json").write_text(json.dumps(config))
+    _quantize(path, "_scale_inv", lambda weight: quantize(weight, scale=scale), config)
+
+
+def quantize_to_mxfp8(path: Path, config: dict[str, Any]) -> None:
+    """Turn a Qwen3 checkpoint into one whose decoder layers' matrices are MXFP8; ``config`` is its ``quantization_config``."""
+    _quantize(path, "_scale", mxfp8.quantize, config)
+
+
+def mxfp8_of_modelopt() -> dict[str, Any]:
+    """``quantization_config`` as ModelOpt writes it."""
+    return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+
+
+def _quantize(
+    path: Path,
+    scales: str,
+    by: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    config: dict[str, Any],
+) -> None:
+    tensors = {}
+    for name, tensor in read_checkpoint(str(path)).items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[name + scales] = by(tensor)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(told))

@@ -13,11 +13,14 @@ from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 class PoisonExtension(VllmRefitExtension):
     def poison(self) -> None:
-        """Fill every parameter, a drafter's too, with its dtype's NaN, or with bytes of 0xFF if it has none."""
+        """Fill every parameter, a drafter's too, with its dtype's NaN, or with bytes of 0xFF if it has none; but not
+        compressed-tensors' scales of a cache, which no trainer here sends."""
         drafter = live_drafter(self.model_runner)
         models = [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
         with torch.no_grad():
-            for parameter in (p for model in models for p in model.parameters()):
+            for name, parameter in (named for model in models for named in model.named_parameters()):
+                if ".attn._" in name:
+                    continue
                 if parameter.dtype.is_floating_point:
                     parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
                 else:
@@ -51,4 +54,14 @@ class PoisonExtension(VllmRefitExtension):
             if type(method).__name__.startswith("ModelOptNvFp4"):
                 kernel = getattr(method, "kernel", None)
                 found.add(method.nvfp4_backend.value if kernel is None else type(kernel).__name__)
+        return sorted(found)
+
+    def mxfp8_kernels(self) -> list[str]:
+        """The same of weights in MXFP8."""
+        found = set()
+        for module in self.model_runner.get_model().modules():
+            for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+                if "mxfp8" in type(holder).__name__.lower():
+                    kernel = getattr(holder, "kernel", None)
+                    found.add(holder.fp8_backend.value if kernel is None else type(kernel).__name__)
         return sorted(found)

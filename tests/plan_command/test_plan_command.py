@@ -151,6 +151,9 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     told = plan(None, "", "", *recipe, *quantized)
     assert (told.code, told.json["quantize"]) == (0, "fp8")
     assert told.json["train"].startswith("fsdp=")
+    code, _, err = plan(None, "", "", *recipe[:2], *quantized[:1], "generation.weight_dtype=mxfp8")
+    assert code == 2
+    assert "generation.weight_dtype: plans are of" in err
 
 
 def test_misc_bytes_take_their_time_in_every_figure(plan) -> None:

@@ -151,7 +151,7 @@ def test_formats_cross_processes_as_plain_data(format: Format) -> None:
 
 def test_a_format_without_a_kernel_is_not_computed_into_a_peers_memory() -> None:
     held = torch.randn(4, 64).bfloat16()
-    view = EncodedView(held, Codes(WholeBlocks(Mxfp8())), box_of(held.shape))
+    view = EncodedView(held, Codes(WholeBlocks(Fp8Blockwise(block=(2, 32)))), box_of(held.shape))
     with pytest.raises(NotComputable, match="transport to p2p"):
         make_encoders([(view, Strided.packed(0, (4, 64), 1))], torch.device("cuda"))
     with pytest.raises(ValueError, match="items of 2 bytes"):

@@ -11,6 +11,10 @@ from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
@@ -48,11 +52,24 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
     assert ready.keys().isdisjoint({"quantization", "hf_overrides"})
 
 
+def test_an_engine_in_mxfp8_takes_all_from_the_trainer_and_its_experts_by_a_backend_of_vllms_choice() -> None:
+    recipe = load_config("grpo_qwen3_30b_a3b_fp8", ["generation.weight_dtype=mxfp8"])
+    arguments = vllm_arguments(recipe, {"num_experts": 8})
+    assert (arguments["load_format"], "moe_backend" in arguments) == ("dummy", False)
+    engine = CompressedTensorsConfig.from_config(arguments["hf_overrides"]["quantization_config"])
+    assert engine._is_mxfp8(engine.target_scheme_map["Linear"]["weights"])
+    for module in ("model.layers.0.mlp.gate", "lm_head", "model.layers.1.mlp.shared_expert_gate"):
+        assert should_ignore_layer(module, engine.ignore)
+    for module in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.gate_proj"):
+        assert not should_ignore_layer(module, engine.ignore)
+
+
 def test_an_engine_of_packed_experts_starts_from_a_checkpoint_without_them() -> None:
     config = load_config("grpo_qwen3_4b")
     config.generation.weight_dtype, config.policy.refit.trainer_quantize_mxfp4 = "mxfp4", True
     arguments = vllm_arguments(config, {"model_type": "gpt_oss", "num_local_experts": 8})
     assert arguments["load_format"] == "dummy"
+    assert "quantization" not in arguments
     assert map_mxfp4_backend(arguments["moe_backend"]).name == "MARLIN"
     quantization = arguments["hf_overrides"]["quantization_config"]
     oss = SimpleNamespace(model_type="gpt_oss")

@@ -269,7 +269,7 @@ def test_an_engine_that_quantizes_by_itself_is_named_once_with_the_remedy(caplog
     for name in ("a", "b"):
         setattr(model, name, _linear(TritonFp8BlockScaledMMKernel, method=Fp8OnlineLinearMethod))
     model.ours = _linear(TritonFp8BlockScaledMMKernel)
-    fp8.tell_of_own_quantizers(model)
+    fp8.tell_of_own_quantizers(model, fp8.block_modules(model))
     [record] = caplog.records
     assert "Fp8OnlineLinearMethod" in record.getMessage()
     assert fp8.block_modules(model).keys() == {"ours"}

@@ -1,4 +1,4 @@
-"""vLLM models in FP8 blocks on two ranks, refitted with what a trainer made of BF16 weights."""
+"""vLLM models in FP8 blocks or MXFP8 on two ranks, refitted with what a trainer made of BF16 weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
+from vllm_mxfp8 import choose_mxfp8_kernel
 from vllm_ranks import Case, Layout, Tensors, groups_of, loaded
 from vllm_refit import refit
 
@@ -33,7 +35,7 @@ from tests.fp8_refits import (
     refit_sparsely,
     refusal,
 )
-from tests.gpu.vllm_checkpoints import quantize_in_blocks
+from tests.gpu.vllm_checkpoints import quantize_in_blocks, quantize_to_mxfp8
 
 if TYPE_CHECKING:
     from rlrefit.integration.config import RefitConfig
@@ -107,12 +109,14 @@ class Fp8Case:
         served: the same in FP8 blocks, as vLLM loads them.
         rearranged: the kernels of linear layers turn the rows of their weights round after loading.
         replaced: another library's functions stand where vLLM's methods process loaded weights.
+        kernel: the one that has MXFP8, as :mod:`vllm_mxfp8` names it; empty of FP8 blocks.
     """
 
     trained: tuple[str, str]
     served: Case
     rearranged: bool = False
     replaced: bool = False
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,14 +145,42 @@ class Fp8Result:
 def write_case(folder: Path, *, experts: bool = False, in_parallel: bool = False, **options: bool) -> Fp8Case:
     """Two models in BF16 and in FP8 blocks, the latter as block-FP8 checkpoints of the hub have it."""
     config: Any = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if experts else Qwen3Config(**_SHAPE)
+    more = {"moe_backend": "triton"} if experts else {}
+    layout = Layout(tensor=2, expert=in_parallel)
+    return _written(folder, config, quantize_in_blocks, layout, more, **options)
+
+
+def write_mxfp8_case(
+    folder: Path,
+    kernel: str,
+    quantization: dict[str, Any],
+    *,
+    experts: bool = False,
+    stages: bool = False,
+    intermediate: int = 512,
+) -> Fp8Case:
+    """Two models in BF16 and in MXFP8, for two ranks of TP, or two stages of one rank each."""
+    shape = _SHAPE | {"intermediate_size": intermediate, "num_hidden_layers": 2 if stages else 1}
+    config: Any = Qwen3MoeConfig(**shape, **_EXPERTS) if experts else Qwen3Config(**shape)
+    layout = Layout(pipeline=2) if stages else Layout(tensor=2)
+    quantize = partial(quantize_to_mxfp8, config=quantization)
+    return _written(folder, config, quantize, layout, {}, kernel=kernel)
+
+
+def _written(
+    folder: Path,
+    config: Any,
+    quantize: Callable[[Path], None],
+    layout: Layout,
+    more: dict[str, Any],
+    **options: Any,
+) -> Fp8Case:
     trained, served = (
         [write_checkpoint(folder / f"{kind}_{seed}", config, seed) for seed in (1, 2)]
         for kind in ("bf16", "fp8")
     )
     for path in served:
-        quantize_in_blocks(path)
-    more = {"moe_backend": "triton"} if experts else {}
-    layout = Layout(tensor=2, expert=in_parallel)
+        quantize(path)
     return Fp8Case(
         (str(trained[0]), str(trained[1])), Case(str(served[0]), str(served[1]), layout, more=more), **options
     )
@@ -158,7 +190,10 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
     results = []
     for case in cases:
         with groups_of(rank, case.served), _post_load_functions(case):
-            choose_kernels(rearranged=case.rearranged)
+            if case.kernel:
+                choose_mxfp8_kernel(case.kernel)
+            else:
+                choose_kernels(rearranged=case.rearranged)
             results.append(_one_case(rank, case))
     return results
 
@@ -222,7 +257,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     own = destination.quantized(specs)
     wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
     some = next(name for name in own if name.endswith("o_proj.weight"))
-    for occasion, left_out in (("no scales", f"{some}_scale_inv"), ("no codes", some)):
+    for occasion, left_out in (("no scales", some + own[some].scale_name_end), ("no codes", some)):
         rest = {name: tensor for name, tensor in wire[0].items() if name != left_out}
         refused[occasion] = refusal(destination.fragments, manifest_of(rest))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
@@ -242,7 +277,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     look("after vLLM's own reload", 0)
     told = _told(rank, live, config, specs)
     full = _full_tensors(Halves(rank, trained), _of_all_ranks(told))
-    poison(live.parameters())
+    poison(_weights(live))
     _reload_by_vllm(live, config, full)
     look("full tensors by name", 0)
 
@@ -250,7 +285,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         destination.new_epoch()
         return Sessions(rank, engine, config, Halves(rank, trained), destination, 2)
 
-    routes = refit_by_both_engines(sessions_by, lambda: poison(live.parameters()), look)
+    routes = refit_by_both_engines(sessions_by, lambda: poison(_weights(live)), look)
     sparse = refit_sparsely(sessions_by, look)
     held = sum(p.numel() * p.element_size() for p in live.parameters())
     return Fp8Result(
@@ -266,6 +301,10 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     )
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorSpec]) -> dict[str, Format]:
     """What the worker extension answers of the live model, as a trainer reads it."""
     from rlrefit.integration.quantize.formats import from_json
@@ -273,7 +312,14 @@ def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorS
     from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
     worker = VllmRefitExtension()
-    worker.model_runner = SimpleNamespace(get_model=lambda: live, device=torch.device("cpu"))
+    worker.model_runner = SimpleNamespace(
+        get_model=lambda: live,
+        device=torch.device("cpu"),
+        execute_model=_nothing,
+        reset_encoder_cache=_nothing,
+    )
+    # What rlrefit wraps of vLLM's worker.
+    worker.compile_or_warm_up_model = worker.sleep = worker.wake_up = _nothing
     worker.vllm_config, worker.rank = config, rank
     answer = json.loads(json.dumps(worker.refit_formats([spec.to_json() for spec in specs])))
     [formats] = raise_refit_errors([answer])
@@ -312,6 +358,11 @@ def _reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> Non
         initialize_layerwise_reload(live)
         live.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(live, config.model_config)
+
+
+def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """All parameters but those of attention, which are scales that no trainer here has (compressed-tensors')."""
+    return [p for name, p in model.named_parameters() if ".attn._" not in name]
 
 
 def _held(model: torch.nn.Module) -> Tensors:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlrefit.integration.layout import Fragment
+from tests.fp8_refits import poison
 
 if TYPE_CHECKING:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 def write_fragments(fragments: list[Fragment], tensors: dict[str, torch.Tensor]) -> None:
     """Poison every byte that fragments claim, then write the checkpoint's values through them."""
-    for fragment in fragments:
-        fragment.view.fill_(torch.nan)
+    poison(fragment.view for fragment in fragments)
     for fragment in fragments:
         fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
 
@@ -33,6 +33,5 @@ def refit(
     for start in range(0, len(names), 3):
         staged = [(name, tensors[name].clone()) for name in names[start : start + 3]]
         destination.load_weights(iter(staged))
-        for _, tensor in staged:
-            tensor.fill_(torch.nan)
+        poison(tensor for _, tensor in staged)
     destination.finish(version)

@@ -29,15 +29,17 @@ from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
+from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_follows
-from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
+from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
 from .mxfp4 import check_experts
+from .mxfp8 import mxfp8_modules
 from .packed_layers import PackedLayers
 from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
@@ -56,7 +58,7 @@ class VllmRoutes(Routes):
     packed: dict[str, PackedForm]
 
 
-class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
+class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
     """What one vLLM worker wants of each checkpoint tensor, and how it takes the rest.
 
     Args:
@@ -94,8 +96,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         return bool(self._vllm_config.model_config.enable_sleep_mode)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
-        """As :meth:`TracedDestination.quantized`; the log tells of modules that hold another FP8 than blocks."""
-        tell_of_own_quantizers(self._model)
+        """As :meth:`TracedDestination.quantized`; the log tells of modules that hold another FP8."""
+        tell_of_own_quantizers(self._model, self._blocks())
         return super().quantized(specs)
 
     def agree(self, specs: Manifest) -> VllmRoutes:
@@ -118,7 +120,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         return routes
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """As :meth:`TracedDestination.rewritten`; what is put in Marlin's order does not stay as it lands."""
+        """As :meth:`TracedDestination.rewritten`; what is put in a kernel's order does not stay as it lands."""
         if self._making is None:
             return {}
         reasons = {
@@ -154,8 +156,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
     def _twin(self) -> AbstractContextManager[nn.Module]:
         return meta_twin(self._model, self._vllm_config)
 
-    def _blocks(self) -> dict[str, BlockFp8]:
-        return block_modules(self._model)
+    def _blocks(self) -> dict[str, HoldsCodes]:
+        return {**block_modules(self._model), **mxfp8_modules(self._model)}
 
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> VllmLayout:
         layout = module_layout(name, live, twin, promised)
@@ -184,7 +186,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         packed = None if self._making is None else self._making.landing(*_apart(place.parameter))
         return super()._target(place) if packed is None else packed
 
-    def _check(self, traced: Traced[VllmLayout, BlockFp8]) -> None:
+    def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         check_follows(self._vllm_config, traced.trace)
         check_complete(
             traced.trace,
@@ -195,7 +197,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
             dummy=self._vllm_config.load_config.load_format == "dummy",
         )
 
-    def _routed(self, traced: Traced[VllmLayout, BlockFp8], shared: Routes) -> VllmRoutes:
+    def _routed(self, traced: Traced[VllmLayout, HoldsCodes], shared: Routes) -> VllmRoutes:
         live = dict(self._model.named_modules())
         required: dict[str, set[str]] = {}
         followers: set[str] = set()

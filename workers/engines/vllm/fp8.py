@@ -22,7 +22,7 @@ attributes. That was read in verl 0.9.1, and holds for this version alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from inspect import getclosurevars
 from typing import Any
@@ -114,17 +114,17 @@ def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
     return {name: facts for name, module in model.named_modules() if (facts := block_fp8(module))}
 
 
-def tell_of_own_quantizers(model: nn.Module) -> None:
-    """Log, once for each method, that modules hold FP8 which the trainer does not make."""
+def tell_of_own_quantizers(model: nn.Module, served: Collection[str]) -> None:
+    """Log, once for each method, that modules hold FP8 which the trainer does not make; ``served`` are those of which it does."""
     modules: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        method = _own_quantizer(module)
+        method = "" if name in served else _own_quantizer(module)
         if method:
             modules.setdefault(method, []).append(name)
     for method, names in modules.items():
         logger.warning(
             "policy.refit.trainer_quantize_fp8 does not serve %d modules of this engine, %s first: %s makes or takes "
-            "another FP8 than blocks with the names of a block-FP8 checkpoint, so they get the trainer's own dtype. Start "
+            "another FP8 than blocks, or MXFP8, with the names of a checkpoint, so they get the trainer's own dtype. Start "
             "vLLM with load_format='dummy' and hf_overrides={'quantization_config': {'quant_method': 'fp8', "
             "'activation_scheme': 'dynamic', 'weight_block_size': [128, 128]}} for the trainer to quantize",
             len(names),
@@ -134,10 +134,10 @@ def tell_of_own_quantizers(model: nn.Module) -> None:
 
 
 def _own_quantizer(module: nn.Module) -> str:
-    """The method by which a live module quantizes weights to FP8 itself, or holds FP8 in another format than blocks; empty if
-    there is none."""
+    """The method by which a live module quantizes weights to FP8 itself, or holds FP8 in another format than a trainer makes; empty
+    if there is none."""
     method = getattr(module, "quant_method", None)
-    if method is None or block_fp8(module) is not None:
+    if method is None:
         return ""
     held = any(parameter.dtype in FLOAT8 for parameter in module.parameters(recurse=False))
     return type(method).__name__ if held else ""

@@ -23,7 +23,7 @@ from ....integration.errors import RefitError
 from ....integration.layout.codes import Bytes, Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from .compat import kind_of
-from .packed_making import Order, PackedForm, Shapes
+from .packed_making import Order, PackedForm, Shapes, any_bytes
 
 # By name: an engine without such layers imports none of these.
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4.GptOssMxfp4MoEMethod"
@@ -36,7 +36,9 @@ _LETTERS = tuple(range(1, 255))
 class Mxfp4:
     """A :class:`.packed_layers.PackedFormat`."""
 
-    methods = frozenset({_METHOD})
+    def kind(self, live: nn.Module) -> str:
+        kind = kind_of(getattr(live, "quant_method", None))
+        return kind if kind == _METHOD else ""
 
     def kernel(self, live: Any) -> str:
         method = live.quant_method
@@ -67,18 +69,7 @@ class Mxfp4:
         return PackedForm(loaded, (), orders, (), live.params_dtype)
 
     def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-        generator = torch.Generator(device).manual_seed(0)
-        yield {
-            name: torch.randint(
-                0,
-                256,
-                (*shape[:-1], shape[-1] * kind.itemsize),
-                dtype=torch.uint8,
-                device=device,
-                generator=generator,
-            ).view(kind)
-            for name, (shape, kind) in loaded.items()
-        }
+        yield any_bytes(loaded, device)
 
     def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
         config = live.quant_method.moe_quant_config

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
@@ -45,7 +46,9 @@ _LETTERS = tuple(range(0x78, 0x7F))
 class Nvfp4:
     """A :class:`.packed_layers.PackedFormat`."""
 
-    methods = frozenset({_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS})
+    def kind(self, live: nn.Module) -> str:
+        kind = kind_of(getattr(live, "quant_method", None))
+        return kind if kind in (_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS) else ""
 
     def kernel(self, live: Any) -> str:
         method = live.quant_method

@@ -1,7 +1,7 @@
-"""Layers that vLLM holds packed in four bits: what it makes of them after loading, and made anew by refits where it is.
+"""Layers that vLLM holds as codes and scales: what it makes of them after loading, and made anew by refits where it is.
 
-Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`) which layers are known and what becomes of their tensors. What
-is common to them:
+Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`) which layers are known and what becomes of their
+tensors. What is common to them:
 
 - codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Once all have landed,
   all layers are put in their kernel's order together, in the live memory: CUDA graphs stay valid, and no Python runs for each
@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.layout.codes import Codes, find_codes, tiled
 from ....integration.layout.rearrangement import NotRearranged
-from .compat import kind_of
 from .kernel_layouts import apart, held, processed
 from .mxfp4 import Mxfp4
+from .mxfp8 import Mxfp8Layers
 from .nvfp4 import Nvfp4
 from .packed_making import Making, Order, PackedForm, Shapes, Tensors
 
@@ -38,7 +39,8 @@ _POISON = 0x7F
 class PackedFormat(Protocol):
     """What is known of one format's layers."""
 
-    methods: frozenset[str]
+    def kind(self, live: nn.Module) -> str:
+        """By which known method a module holds the format; empty if by none."""
 
     def kernel(self, live: Any) -> str:
         """Which known kernel computes with a layer.
@@ -50,8 +52,8 @@ class PackedFormat(Protocol):
     def asked(
         self, live: Any, loaded: Shapes, kernel: str, device: torch.device
     ) -> tuple[Mapping[str, Codes], frozenset[str]]:
-        """The parameters that a kernel has in an order of its own, and those of them whose bytes it also changes by their layer's
-        largest one."""
+        """The parameters that a kernel may have in an order of its own, and those of them whose bytes it also changes by their
+        layer's largest one."""
 
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         """How a layer is made of what is loaded, but for what is held then."""
@@ -63,7 +65,7 @@ class PackedFormat(Protocol):
         """By parameter the tensors that the layer's kernel holds."""
 
 
-_FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4())
+_FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4(), Mxfp8Layers())
 
 
 class PackedLayers:
@@ -92,9 +94,9 @@ class PackedLayers:
         Raises:
             NotRearranged: vLLM does something else with it; says what.
         """
-        kind = kind_of(getattr(live, "quant_method", None))
         for known in _FORMATS:
-            if kind in known.methods:
+            kind = known.kind(live)
+            if kind:
                 try:
                     return self._of(live, twin, kind, known)
                 except AttributeError as error:
@@ -143,7 +145,7 @@ class PackedLayers:
         asked: Mapping[str, Codes],
         changed: frozenset[str],
     ) -> dict[str, Order]:
-        """Where a kernel's step puts packed tensors."""
+        """Where a kernel's step puts packed tensors, of those that it moves or changes."""
         if not asked:
             return {}
 
@@ -156,6 +158,8 @@ class PackedLayers:
 
         found = {}
         for name, by in find_codes(step, asked, beside, self._device).items():
+            if by.kept and name not in changed:
+                continue
             firsts, tiling = tiled(by, asked[name].bits)
             if firsts != tuple(range(0, prod(by.shape), prod(by.shape[-2:]))):
                 raise NotRearranged(f"the matrices of {name} change places")
@@ -185,7 +189,9 @@ class PackedLayers:
         """What vLLM makes of ``given`` in the place of the live parameters."""
         method = live.quant_method
         method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
-        module = processed(live, method, given, self._vllm_config, self._device)
+        # Under the dtype under which vLLM's own loader ran the step: MXFP8's takes scales through it.
+        with set_default_torch_dtype(self._vllm_config.model_config.dtype):
+            module = processed(live, method, given, self._vllm_config, self._device)
         beside = [
             name
             for name, value in (*vars(module).items(), *module._buffers.items())

@@ -22,7 +22,7 @@ from .compat import MARLIN_NVFP4, has
 
 # E4M3's, behind which are negative numbers.
 _NAN = 0x7F
-_BY_MARLIN = "the engine puts it in Marlin's order once it has landed, so what a sparse refit builds on is not there any more"
+_IN_ORDER = "the engine puts it in its kernel's order once it has landed, so what a sparse refit builds on is not there any more"
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Tensors = Mapping[str, torch.Tensor]
@@ -68,7 +68,7 @@ class Order:
     Attributes:
         bits: of an element.
         tiling: of each of its matrices, one behind the other.
-        changed: whether the kernel has other bytes of it, by the largest one.
+        changed: whether the kernel has other bytes of it, by the largest one: Marlin of NVFP4's block scales.
     """
 
     bits: int
@@ -152,7 +152,7 @@ class Making:
 
     def rewrites(self, module: str, parameter: str) -> str:
         """Why what has landed of a parameter does not stay as it is; empty if it does."""
-        return _BY_MARLIN if module in self._modules and parameter in self._modules[module][1].orders else ""
+        return _IN_ORDER if module in self._modules and parameter in self._modules[module][1].orders else ""
 
     @torch.no_grad()
     def make(self) -> None:
@@ -170,7 +170,11 @@ class Making:
         """Prepare what puts all matrices in order; notes the slot of each module's block scales."""
         jobs: list[Unordered] = []
         scales: list[tuple[torch.Tensor, int]] = []
-        dtypes = {form.dtype for _, form in self._modules.values() if form.orders}
+        dtypes = {
+            form.dtype
+            for _, form in self._modules.values()
+            if any(order.changed for order in form.orders.values())
+        }
         if len(dtypes) > 1:
             raise ValueError(f"layers compute in {dtypes}")
         for module, (held, form) in self._modules.items():
@@ -186,7 +190,8 @@ class Making:
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
                     for matrix in memory.split(rows * width)
                 ]
-        return _Orders(jobs, scales, len(self._slots), dtypes.pop(), self._device) if jobs else None
+        maps = marlins_maps(dtypes.pop(), self._device) if dtypes else _no_maps(self._device)
+        return _Orders(jobs, scales, maps, self._device) if jobs else None
 
     def _derived(self) -> list[Callable[[], None]]:
         """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
@@ -318,22 +323,21 @@ def _no_maps(device: torch.device) -> MarlinsMaps:
 
 
 class _Orders:
-    """Puts codes and block scales in Marlin's order."""
+    """Puts all matrices in their kernel's order, and changes those bytes that Marlin changes."""
 
     def __init__(
         self,
         jobs: Sequence[Unordered],
         scales: Sequence[tuple[torch.Tensor, int]],
-        slots: int,
-        dtype: torch.dtype,
+        maps: MarlinsMaps,
         device: torch.device,
     ) -> None:
-        self._maps = marlins_maps(dtype, device) if slots else _no_maps(device)
+        self._maps = maps
         self._reordering = make_reordering(jobs, device)
         self._finder = make_largest_bytes(scales, device) if scales else None
         # The kernels want some memory, even where they read none of it.
-        self._found = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
-        self._choices = torch.zeros(max(1, slots), dtype=torch.int32, device=device)
+        self._found = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
+        self._choices = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
 
     def put(self) -> None:
         if self._finder is not None:
@@ -348,6 +352,22 @@ class _Orders:
 
         made: torch.Tensor = nvfp4_marlin_process_global_scale(largest, dtype)
         return made / self._maps.factors[self._choices[slots]]
+
+
+def any_bytes(loaded: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
+    """Parameters as they are loaded, of random bytes of all kinds."""
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.randint(
+            0,
+            256,
+            (*shape[:-1], shape[-1] * kind.itemsize),
+            dtype=torch.uint8,
+            device=device,
+            generator=generator,
+        ).view(kind)
+        for name, (shape, kind) in loaded.items()
+    }
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

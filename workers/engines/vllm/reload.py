@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from ....integration.errors import RefitError
 from ..common.loader_trace.trace import Landing
 from .layouts import has_padding, packing_experts
+from .mxfp8 import MXFP8_EXPERTS
 
 # By name, since an engine without FP8 imports none of it; subclasses too.
 _FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
@@ -310,11 +311,12 @@ def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_fp8_experts(method: object) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" == _FP8_EXPERTS for kind in type(method).__mro__)
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(method).__mro__)
+    return any(kind in (_FP8_EXPERTS, MXFP8_EXPERTS) for kind in kinds)
 
 
 def refresh_expert_scales(layer: nn.Module) -> None:
-    """Give the kernel of one FP8 experts layer the scales (and biases) of its parameters.
+    """Give the kernel of one layer of experts in FP8 blocks or MXFP8 the scales (and biases) of its parameters.
 
     The kernel keeps the tensors that it was made with. Those are the parameters, until vLLM reloads the layer: then they
     are temporaries of the reload, equal to the parameters only until these are written in place.
@@ -323,9 +325,11 @@ def refresh_expert_scales(layer: nn.Module) -> None:
     config = method.moe_quant_config
     if config is None:
         return
+    # compressed-tensors' method of MXFP8 does not say it.
+    scale = getattr(method, "weight_scale_name", "weight_scale")
     for held, name in (
-        (config.w1_scale, f"w13_{method.weight_scale_name}"),
-        (config.w2_scale, f"w2_{method.weight_scale_name}"),
+        (config.w1_scale, f"w13_{scale}"),
+        (config.w2_scale, f"w2_{scale}"),
         (config.w1_bias, "w13_bias"),
         (config.w2_bias, "w2_bias"),
     ):
