@@ -28,7 +28,7 @@ from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
-from rlrefit.recipes.plan.catalog.model import open_model
+from rlrefit.recipes.plan.catalog import bundled_models, open_model
 from rlrefit.workers.engines.transformers.destination import TransformersDestination
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
@@ -49,7 +49,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write a line of JSON for each refit there")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
-    if gpus == 1 or (gpus == 0 and not arguments.layers):
+    whole = arguments.shapes in bundled_models() and not arguments.layers
+    if gpus == 1 or (gpus == 0 and whole):
         parser.error(
             f"trainer and engine take a GPU each, and this host has {gpus}; on CPUs (CUDA_VISIBLE_DEVICES=) a whole model takes "
             "minutes a step: give --layers 1 --steps 3 --tokens 8"

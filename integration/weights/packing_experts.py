@@ -147,7 +147,10 @@ class ExpertPackingSource:
             if packed is None:
                 yield origin, weight
                 continue
-            codes, scales = mxfp4.quantize(weight.transpose(1, 2))
+            # One expert at a time: what quantizing takes meanwhile is several times what it is given.
+            codes, scales = map(
+                torch.stack, zip(*(mxfp4.quantize(expert.t()) for expert in weight.unbind()), strict=True)
+            )
             for spec, tensor in ((packed.blocks, codes), (packed.scales, scales)):
                 if spec.name in wanted:
                     yield spec.name, tensor.view(spec.shape)

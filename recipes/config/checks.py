@@ -329,6 +329,11 @@ def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             config.model.dtype not in ("auto", "bfloat16"),
             "vLLM computes with MXFP4 in bfloat16 alone; give that",
         ),
+        (
+            "generation.vllm.kv_cache_dtype",
+            config.generation.vllm.kv_cache_dtype != "auto",
+            "an FP8 KV cache beside it has not run; give auto",
+        ),
     ):
         if wrong:
             yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")

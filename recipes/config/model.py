@@ -190,6 +190,14 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 found.append(
                     Violation(("policy.qat", "model.path"), f"policy.qat: {config.policy.qat}, but {problem}")
                 )
+    if config.generation.weight_dtype == "mxfp8" and quantization_of(hf_config):
+        found.append(
+            Violation(
+                ("generation.weight_dtype", "model.path"),
+                "generation.weight_dtype: mxfp8, but the checkpoint is quantized, and the engine would serve it as it is; give a copy in "
+                "BF16, or auto",
+            )
+        )
     if config.generation.weight_dtype == "mxfp4":
         for wrong, problem in (
             (text.get("model_type") != "gpt_oss", "only GPT-OSS's experts are packed so; give auto"),

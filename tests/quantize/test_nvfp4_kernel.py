@@ -65,7 +65,8 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
     ]
     packer = make_packer(jobs, dtype, device, interpret=device.type == "cpu")
     assert isinstance(packer, DevicePacker)
-    for factor in (1.0, 3.0, 2.0**-40, 2.0**-95, 2.0**8):
+    # On a GPU within and beyond what it divides by reciprocals.
+    for factor in (1.0, 3.0, 2.0**-40) if device.type == "cpu" else (1.0, 3.0, 2.0**-40, 2.0**-95, 2.0**8):
         scales = []
         for w in weights:
             amax = w.to(dtype).nan_to_num(0.0, 0.0, 0.0).abs().amax() if w.numel() else torch.zeros(())

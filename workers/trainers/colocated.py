@@ -73,6 +73,8 @@ class ColocatedRank(ABC):
 class TorchRank(ColocatedRank):
     """Modules with parameters of their own, or under FSDP2.
 
+    Optimizer state that is away lies in page-locked memory that the next :meth:`offload` writes anew: copy what is taken of it meanwhile.
+
     Args:
         modules: of this rank.
         optimizer: of their parameters. ``offload`` moves all of its state that is on the GPU.
@@ -122,6 +124,9 @@ class TorchRank(ColocatedRank):
                 if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
                     values[name] = self._to_host(value, (id(values), name))
                     self._moved.append((values, name))
+        # A state that was loaded has dictionaries of its own.
+        away = {(id(values), name) for values, name in self._moved}
+        self._pinned = {place: kept for place, kept in self._pinned.items() if place in away}
         if self._on_gpu:
             self._frozen_copies.free(self._frozen)
         self._synchronize()

@@ -21,7 +21,7 @@ from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
-from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
@@ -187,11 +187,12 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             if hasattr(self._model, "post_load_weights"):
                 self._model.post_load_weights()
 
-    def _target(self, landing: Landing) -> torch.Tensor:
-        narrow = self._wider.target(landing)
+    def _target(self, place: Landing | Zeros) -> torch.Tensor:
+        # Zeros are as wide as the parameter.
+        narrow = self._wider.target(place) if isinstance(place, Landing) else None
         if narrow is not None:
             return narrow
-        return self._staged.get(landing.parameter, self._parameters[landing.parameter])
+        return self._staged.get(place.parameter, self._parameters[place.parameter])
 
     def _loaded_by_sglang(
         self, weights: Iterable[tuple[str, torch.Tensor]]

@@ -215,13 +215,14 @@ class DraftedDestination:
         Raises:
             RefitError: as there.
         """
+        if self._follows:
+            # Before the served model's are put in a kernel's order.
+            with torch.no_grad():
+                for copy_of, view in self._copies:
+                    copy_of.copy_(view)
         self._served.finish(version)
-        if not self._follows:
-            return
-        with torch.no_grad():
-            for copy_of, view in self._copies:
-                copy_of.copy_(view)
-        self._drafter.finish(version)
+        if self._follows:
+            self._drafter.finish(version)
 
     def abandon(self) -> None:
         """As :meth:`VllmDestination.abandon`, of both."""

@@ -81,7 +81,8 @@ class WeightScales:
         self._position = {name: i for i, name in enumerate(self.names)}
         self._amax: torch.Tensor | None = None
         self._held: dict[int, list[torch.Tensor]] = {}
-        self._table: MagnitudeTable | None = None  # of what is held, where a GPU can read it
+        # Of what is held, and where it lay then; no table where no GPU can read it.
+        self._table: tuple[list[int], MagnitudeTable | None] = [], None
         self._storage: object = None
         # Of what this rank holds, as it was at the last refresh.
         self._largest = torch.empty(0)
@@ -100,7 +101,8 @@ class WeightScales:
 
     def forget(self) -> None:
         """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
-        self._held, self._table, self._storage, self._largest = {}, None, None, torch.empty(0)
+        self._held, self._storage, self._largest = {}, None, torch.empty(0)
+        self._table = [], None
         self._versions, self._versions_of = {}, {}
 
     def refresh(self) -> None:
@@ -135,12 +137,12 @@ class WeightScales:
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
-        before = self._held, self._table, self._storage, self._largest, self._versions, self._versions_of
+        before = self._held, self._storage, self._largest, self._versions, self._versions_of
         try:
             shared = _maximum_over(self._group, size, work, _COMPUTING)
         except BaseException:
             # Else writes since the last refresh would count as seen by it.
-            self._held, self._table, self._storage, self._largest, self._versions, self._versions_of = before
+            self._held, self._storage, self._largest, self._versions, self._versions_of = before
             raise
         self._take(shared[:count])
         if inputs is not None:
@@ -206,7 +208,6 @@ class WeightScales:
         source.prepare()
         if (storage := source.storage_key()) != self._storage:
             self._held, self._storage = self._views(source), storage
-            self._table = _table_of([view for views in self._held.values() for view in views])
         self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
         self._versions_of = {}
         amax = torch.zeros(len(self.names), device=source.device)
@@ -220,11 +221,16 @@ class WeightScales:
 
     def _largest_held(self) -> torch.Tensor:
         """The largest magnitude of each view, by one kernel for many; infinity where it is no number."""
-        if self._table is not None:
-            largest = self._table.compute()
+        views = [view for views in self._held.values() for view in views]
+        # A trainer that leaves its GPU has its storages' memory elsewhere when it comes back.
+        places = [view.data_ptr() for view in views]
+        if self._table[0] != places:
+            self._table = places, _table_of(views)
+        if (table := self._table[1]) is not None:
+            largest = table.compute()
         else:
             with torch.no_grad():
-                each = torch._foreach_norm([v for views in self._held.values() for v in views], torch.inf)
+                each = torch._foreach_norm(views, torch.inf)
             largest = torch.stack([one.to(rank_device(), torch.float32) for one in each])
         return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
