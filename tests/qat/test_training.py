@@ -50,6 +50,41 @@ def test_training_learns(checkpoints: Callable[[str], Path], config: dict[str, A
     assert all(later < earlier - 0.1 for earlier, later in pairwise(losses)), losses
 
 
+class _Magnitudes:
+    """In the place of a table for a GPU, which reads at the addresses where the views lay when it was made."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views, self._places = views, [view.data_ptr() for view in views]
+
+    def compute(self) -> torch.Tensor:
+        assert [view.data_ptr() for view in self._views] == self._places, (
+            "read where the weights are no longer"
+        )
+        return torch.stack([view.abs().amax() for view in self._views])
+
+
+def test_the_largest_magnitudes_are_those_of_weights_that_came_back_elsewhere(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlrefit.workers.trainers.qat.scales._table_of", _Magnitudes)
+    model, qat = trainer(checkpoints("qwen3"), activations=False)
+    kept = []
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        copy = parameter.detach().clone()
+        storage.resize_(0)
+        kept.append(torch.empty(copy.numel() + 64))  # so that the old place is taken
+        storage.resize_(copy.nbytes)
+        parameter.data.copy_(copy)
+    qat.watch_contents(model)
+    model(token_ids())  # nothing was written
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    with pytest.raises(RefitError):
+        model(token_ids())
+
+
 def test_a_checkpoint_computes_what_the_trained_model_does_bit_for_bit(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
