@@ -130,7 +130,7 @@ def refit_all(folder: Path) -> dict[str, Report]:
 
 
 def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
-    """Load A, refit to B and back, each time from poisoned memory."""
+    """Load A, refit to B and back, each time from poisoned memory, and to B again after vLLM's own reload."""
     with _kernels(case):
         live, config = _loaded(case, path_a)
         oracles = [_loaded(case, path_b)[0], _loaded(case, path_a)[0]]
@@ -138,7 +138,7 @@ def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
 
 
 def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str, torch.Tensor]]) -> Report:
-    from vllm_ranks import _differing, _state
+    from vllm_ranks import _differing, _state, fill, reload_by_vllm
 
     from rlrefit.integration.weights.manifest import TensorSpec
     from rlrefit.workers.engines.vllm.destination import VllmDestination
@@ -158,12 +158,14 @@ def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str,
         "rewritten": {packed_kind(name) for name in destination.rewritten(specs)},
     }
     # The second time all weights come whole, as from trainers that hold none in a shape of its own.
-    for version, (tensors, oracle) in enumerate(zip(versions, oracles, strict=True), start=1):
-        for parameter in live.parameters():
-            parameter.data.view(-1).view(torch.uint8).fill_(0x7F)
-        for fragment in fragments if version == 1 else ():
+    for version, which in enumerate((0, 1, 0), start=1):
+        tensors, oracle = versions[which], oracles[which]
+        if version == 3:
+            reload_by_vllm(live, config, {name: tensor.clone() for name, tensor in versions[1].items()})
+        fill(live, 0x7F)
+        for fragment in fragments if version != 2 else ():
             fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
-        destination.load_weights((n, tensors[n]) for n in (misc if version == 1 else tensors))
+        destination.load_weights((n, tensors[n]) for n in (misc if version != 2 else tensors))
         destination.finish(version)
         found[f"differing after {version}"] = _differing(live, oracle)
     again, _ = destination.fragments(specs)

@@ -121,6 +121,53 @@ def test_a_buffer_of_the_state_has_to_come_where_it_holds_random_numbers():
     assert caught.value.parameter == NORM
 
 
+class _PaddedExperts(nn.Module):
+    """Three experts of 3 rows of gate and up, 12 wide, which vLLM has padded to 4 rows and 16 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.w13_weight = nn.Parameter(torch.empty(3, 8, 16, dtype=BF16, device="meta"))
+        self.experts.w2_weight = nn.Parameter(torch.empty(3, 16, 4, dtype=BF16, device="meta"))
+        self.experts.moe_config = SimpleNamespace(
+            hidden_dim=16,
+            hidden_dim_unpadded=12,
+            intermediate_size_per_partition=4,
+            intermediate_size_per_partition_unpadded=3,
+            is_act_and_mul=True,
+        )
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            expert, _, part = name.partition(".")
+            if not part:
+                self.experts.w13_weight.data[:, :6, :12].copy_(tensor)
+            elif part == "down":
+                self.experts.w2_weight.data[int(expert), :12, :3].copy_(tensor)
+            else:
+                row = 4 * (part == "up")
+                self.experts.w13_weight.data[int(expert), row : row + 3, :12].copy_(tensor)
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        parameters = dict(self.named_parameters())
+        trace = trace_loader(
+            self.load_weights, parameters, [(name, shape, BF16) for name, shape in shapes.items()]
+        )
+        check_complete(trace, owners_of(self), self, {*parameters})
+
+
+def test_of_padded_experts_nothing_but_padding_may_be_missing():
+    downs = {f"{expert}.down": (12, 3) for expert in range(3)}
+    single = {f"{expert}.{part}": (3, 12) for expert in range(3) for part in ("gate", "up")} | downs
+    _PaddedExperts().check(single)
+    _PaddedExperts().check({"all": (3, 6, 12)} | downs)
+    for left in [{name} for name in single] + [{f"{n}.{part}" for n in range(3)} for part in ("gate", "up")]:
+        with pytest.raises(PlanError) as caught:
+            _PaddedExperts().check({name: shape for name, shape in single.items() if name not in left})
+        of = "w2_weight" if min(left).endswith("down") else "w13_weight"
+        assert caught.value.parameter == f"experts.{of}"
+
+
 def test_a_large_misc_share_is_told_with_its_main_reason(caplog):
     manifest = [(f"experts.{i}", (100, 10), BF16) for i in range(8)] + [("gate", (10, 10), BF16)]
     small, large = {"gate": "other"}, {name: "the backend rewrites" for name, _, _ in manifest[:8]}

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
 from vllm_mxfp8 import choose_mxfp8_kernel
-from vllm_ranks import Case, Layout, Tensors, groups_of, loaded
+from vllm_ranks import Case, Layout, Tensors, groups_of, loaded, reload_by_vllm
 from vllm_refit import refit
 
 from rlrefit.integration.layout import Fragment
@@ -271,14 +271,14 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         look(occasion, index)
     refit(destination, [], dict.fromkeys(wire[1], ""), wire[1], 3)
     look("all through the loader", 1)
-    _reload_by_vllm(live, config, read_checkpoint(case.served.path_b))
+    reload_by_vllm(live, config, read_checkpoint(case.served.path_b))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
     refit(destination, fragments, misc, wire[0], 4)
     look("after vLLM's own reload", 0)
     told = _told(rank, live, config, specs)
     full = _full_tensors(Halves(rank, trained), _of_all_ranks(told))
     poison(_weights(live))
-    _reload_by_vllm(live, config, full)
+    reload_by_vllm(live, config, full)
     look("full tensors by name", 0)
 
     def sessions_by(engine: str, config: RefitConfig) -> Sessions:
@@ -349,25 +349,23 @@ def _on_the_wire(tensors: Tensors, formats: dict[str, Format]) -> Tensors:
     return wire
 
 
-def _reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> None:
-    """As vLLM's ``reload_weights`` does: kernels hold tensors of the reload afterwards."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
-        initialize_layerwise_reload(live)
-        live.load_weights(iter(tensors.items()))
-        finalize_layerwise_reload(live, config.model_config)
+def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All parameters but those of attention, which are scales that no trainer here has (compressed-tensors'), and locks."""
+    return [p for name, p in model.named_parameters() if ".attn._" not in name] + [*_locks(model).values()]
 
 
-def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """All parameters but those of attention, which are scales that no trainer here has (compressed-tensors')."""
-    return [p for name, p in model.named_parameters() if ".attn._" not in name]
+def _locks(model: torch.nn.Module) -> Tensors:
+    """Of Marlin's kernels."""
+    return {
+        f"{name}.workspace": vars(module)["workspace"]
+        for name, module in model.named_modules()
+        if "workspace" in vars(module)
+    }
 
 
 def _held(model: torch.nn.Module) -> Tensors:
-    """Parameters, and the scales that experts' kernels compute with."""
-    found: Tensors = dict(model.named_parameters())
+    """Parameters, the scales that experts' kernels compute with, and locks."""
+    found: Tensors = dict(model.named_parameters()) | _locks(model)
     for name, module in model.named_modules():
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         if config is not None:

@@ -73,8 +73,8 @@ def refit_all(folder: Path) -> dict[str, Report]:
 
 
 def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
-    """Load A, refit to B and back, each time from poisoned memory."""
-    from vllm_ranks import _differing, _state
+    """Load A, refit to B and back, each time from poisoned memory, and both again after vLLM's own reload, at last by a new destination."""
+    from vllm_ranks import _differing, _state, fill, reload_by_vllm
 
     from rlrefit.workers.engines.vllm.destination import VllmDestination
     from rlrefit.workers.engines.vllm.layouts import has_padding
@@ -96,12 +96,18 @@ def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
             "padded": {has_padding(module) for module in _experts(live)},
         }
         # The second time all weights come whole, as from trainers that hold none in a shape of its own.
-        for version, (tensors, oracle) in enumerate(zip(versions, oracles, strict=True), start=1):
-            for parameter in live.parameters():
-                parameter.data.view(-1).view(torch.uint8).fill_(0xFF)
-            for fragment in fragments if version == 1 else ():
+        for version, which in enumerate((0, 1, 0, 1), start=1):
+            tensors, oracle = versions[which], oracles[which]
+            if version == 3:
+                reload_by_vllm(live, config, {name: tensor.clone() for name, tensor in versions[1].items()})
+            if version == 4:
+                destination = VllmDestination(live, config, torch.device("cpu"))
+                fragments, misc = destination.fragments(specs)
+                found["misc anew"] = {name: reason for name, reason in misc.items() if ".experts." in name}
+            fill(live, 0xFF)
+            for fragment in fragments if version != 2 else ():
                 fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
-            destination.load_weights((n, tensors[n].clone()) for n in (misc if version == 1 else tensors))
+            destination.load_weights((n, tensors[n].clone()) for n in (misc if version != 2 else tensors))
             destination.finish(version)
             found[f"differing after {version}"] = _differing(live, oracle)
         again, _ = destination.fragments(specs)

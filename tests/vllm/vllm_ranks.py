@@ -107,12 +107,19 @@ def raw(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _state(model: torch.nn.Module) -> Tensors:
-    """Bytes of parameters and buffers, of tensors beside them, such as the absorbed projections of latent attention, and of
-    what linear layers give that compute with packed weights."""
+    """Bytes of parameters and buffers, of tensors beside them, such as the absorbed projections of latent attention, of those
+    that kernels of experts hold, and of what linear layers give that compute with packed weights."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, module in model.named_modules():
         found |= {
             f"{name}.{key}": held for key, held in vars(module).items() if isinstance(held, torch.Tensor)
+        }
+        config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
+        parts = ("w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas")
+        found |= {
+            f"{name}, {part} of its kernel": held
+            for part in parts
+            if isinstance(held := getattr(config, part, None), torch.Tensor)
         }
         linear = getattr(module, "cpu_linear", None)
         if linear is not None:
@@ -136,6 +143,24 @@ def _unequal(live: torch.nn.Module, expected: Tensors) -> list[str]:
 
 def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
     return _unequal(live, _state(expected))
+
+
+def fill(model: torch.nn.Module, byte: int) -> None:
+    """Let parameters, and the locks of Marlin's kernels, hold nothing but this byte."""
+    locks = [vars(module)["workspace"] for module in model.modules() if "workspace" in vars(module)]
+    for tensor in [*(p.data for p in model.parameters()), *locks]:
+        tensor.view(-1).view(torch.uint8).fill_(byte)
+
+
+def reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> None:
+    """As vLLM's ``reload_weights`` does: kernels hold tensors of the reload afterwards."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
+        initialize_layerwise_reload(live)
+        live.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(live, config.model_config)
 
 
 @contextmanager

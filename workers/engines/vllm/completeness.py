@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..common.loader_trace.trace import LoaderTrace
+from ..common.loader_trace.trace import LoaderTrace, Part
 from ..common.loader_trace.unreached import require_reached
 from .compat import kind_of
 from .layouts import ATTENTION_MODULES, has_padding
@@ -34,6 +34,8 @@ _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
 _SORTED = ("w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
 _CT_GROUPS = ("w13_weight_g_idx", "w2_weight_g_idx")
 _GPTQ_GROUPS = ("w13_g_idx", "w2_g_idx")
+# In one expert: the first element, and by stride how many there are.
+_Place = tuple[int, frozenset[tuple[int, int]]]
 
 
 def check_complete(
@@ -73,15 +75,59 @@ def check_complete(
     has_to_come = (
         name
         for name in (parameters | filled) - unused
-        if not any(_may_lack(model.get_submodule(module), name in touched) for module in owners[name])
+        if not any(
+            _may_lack(model.get_submodule(module), name, trace.parts.get(name) if name in touched else None)
+            for module in owners[name]
+        )
     )
     require_reached(trace, has_to_come, held, fixed)
 
 
-def _may_lack(live: nn.Module, touched: bool) -> bool:
-    """Whether vLLM itself leaves elements of a parameter unloaded: padding, if a tensor brings the others, and scales of attention
-    that it sets to 1."""
-    return (touched and has_padding(live)) or isinstance(live, ATTENTION_MODULES)
+def _may_lack(live: Any, parameter: str, part: Part | None) -> bool:
+    """Whether vLLM itself leaves elements of a parameter unloaded: padding, if tensors bring the others, of which ``part`` is what
+    they bring, and scales of attention that it sets to 1."""
+    if isinstance(live, ATTENTION_MODULES):
+        return True
+    if part is None or not has_padding(live):
+        return False
+    gate_and_up = parameter.rpartition(".")[2].startswith("w13") and live.moe_config.is_act_and_mul
+    return _lacks_padding_alone(part, gate_and_up)
+
+
+def _lacks_padding_alone(part: Part, gate_and_up: bool) -> bool:
+    """Whether what does not come of experts can be padding: it is the same of all experts, and of gate and up.
+
+    Sizes don't tell it: where ranks share columns, the last ones may have fewer of them than others.
+    """
+    count, *shape = part.shape
+    step, *stride = part.stride
+    by_expert: list[set[_Place]] = [set() for _ in range(count)]
+    for region in part.regions:
+        first, offset = divmod(region.offset, step)
+        extents = {s: n for n, s in zip(region.shape, region.stride, strict=True) if n > 1}
+        experts = extents.pop(step, 1)
+        for places in by_expert[first : first + experts]:
+            places.add((offset, frozenset(extents.items())))
+    if any(places != by_expert[0] for places in by_expert):
+        return False
+    # A tensor of all experts has gate and up in it.
+    return not gate_and_up or part.dims >= len(part.shape) or _halves_alike(by_expert[0], shape, stride)
+
+
+def _halves_alike(places: set[_Place], shape: list[int], stride: list[int]) -> bool:
+    """Whether the same comes of both halves of an expert, along the first dimension over whose middle nothing reaches."""
+    for n, step in zip(shape, stride, strict=True):
+        half = n // 2
+        halves: tuple[set[_Place], set[_Place]] = set(), set()
+        across = n % 2 > 0
+        for offset, extents in places:
+            row = offset // step % n
+            across |= row < half < row + dict(extents).get(step, 1)
+            upper = row >= half
+            halves[upper].add((offset - upper * half * step, extents))
+        if not across:
+            return halves[0] == halves[1]
+    return True
 
 
 def _filled_buffers(model: nn.Module) -> set[str]:

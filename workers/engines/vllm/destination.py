@@ -40,7 +40,7 @@ from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
 from .mxfp4 import check_experts
 from .mxfp8 import mxfp8_modules
-from .packed_layers import PackedLayers
+from .packed_layers import KernelState, PackedLayers
 from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
@@ -87,6 +87,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._packed_layers = PackedLayers(vllm_config, device)
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
+        self._kernel_state = KernelState(())
         self._made_at: Hashable = None
         super().__init__(device)
 
@@ -117,6 +118,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             modules = {module: (held[module], form) for module, form in routes.packed.items()}
             padding = _padding(routes, self._model)
             self._making = Making(modules, self._device, padding) if modules else None
+            self._kernel_state = KernelState(map(self._model.get_submodule, modules))
         return routes
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -236,6 +238,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         with self._device, torch.no_grad():
             if self._making is not None:
                 self._making.make()
+            self._kernel_state.refresh()
             refresh_derived_state(self._model, self._vllm_config.model_config.dtype)
         for reset in self._reset_caches:
             reset()

@@ -37,7 +37,7 @@ _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
 _LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8LinearMethod"
 _SCHEME = f"{_COMPRESSED}.schemes.compressed_tensors_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8"
-MXFP8_EXPERTS = (
+_EXPERTS = (
     f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8."
     "CompressedTensorsW8A8Mxfp8MoEMethod"
 )
@@ -90,7 +90,7 @@ class Mxfp8Layers:
         kind = _kind_of(live)
         if kind == _MODELOPT_EXPERTS:
             raise NotRearranged("what FlashInfer's TRT-LLM kernels make of experts is not known")
-        if kind == MXFP8_EXPERTS:
+        if kind == _EXPERTS:
             name = live.quant_method.fp8_backend.name
             known = _EXPERT_BACKENDS.get(name)
             if known is not None and live.quant_method.moe.moe_parallel_config.use_all2all_kernels:
@@ -124,10 +124,13 @@ class Mxfp8Layers:
         yield any_bytes(loaded, device)
 
     def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
-        return {}
+        if _kind_of(live) != _EXPERTS:
+            return {}
+        config = live.quant_method.moe_quant_config
+        return {"w13_weight_scale": config.w1_scale, "w2_weight_scale": config.w2_scale}
 
 
 def _kind_of(module: nn.Module) -> str:
     """The method, or the scheme, by which a module holds MXFP8; empty if it does not."""
     kinds = kind_of(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
-    return next((k for k in kinds if k in (_LINEAR, _SCHEME, MXFP8_EXPERTS, _MODELOPT_EXPERTS)), "")
+    return next((k for k in kinds if k in (_LINEAR, _SCHEME, _EXPERTS, _MODELOPT_EXPERTS)), "")

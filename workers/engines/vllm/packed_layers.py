@@ -29,8 +29,9 @@ from .mxfp4 import Mxfp4
 from .mxfp8 import Mxfp8Layers
 from .nvfp4 import Nvfp4
 from .packed_making import Making, Order, PackedForm, Shapes, Tensors
+from .reload import follow_parameters
 
-# Marlin's, which holds nothing of weights.
+# Marlin's locks, which are zeros between its runs.
 _WORKSPACE = "workspace"
 # NaN in every float of one byte.
 _POISON = 0x7F
@@ -66,6 +67,29 @@ class PackedFormat(Protocol):
 
 
 _FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4(), Mxfp8Layers())
+
+
+class KernelState:
+    """What kernels of packed layers hold beside the parameters, which refits bring up to date where it is.
+
+    It is looked for in each refit, since vLLM's own reload puts other tensors in its place and leaves the parameters where they are.
+
+    Args:
+        modules: the layers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._layers = [(live, known) for live in modules for known in _FORMATS if known.kind(live)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Once per refit, after the parameters are made; on a GPU, enqueued on the current stream."""
+        workspaces = [vars(live)[_WORKSPACE] for live, _ in self._layers if _WORKSPACE in vars(live)]
+        if workspaces:
+            # After a sleep that drops the weights these are undefined memory, too.
+            torch._foreach_zero_(workspaces)
+        for live, known in self._layers:
+            follow_parameters(live, known.computed_with(live))
 
 
 class PackedLayers:
@@ -119,16 +143,11 @@ class PackedLayers:
             raise NotRearranged(str(known))
         if known.held != _strided(held(live)):
             raise NotRearranged("other weights of these shapes do not become what the live ones are")
-        for name, tensor in format.computed_with(live).items():
-            parameter = live._parameters.get(name)
-            # After a reload of vLLM's a kernel holds other tensors than the layer's parameters.
-            if tensor is None or parameter is None or tensor.data_ptr() != parameter.data_ptr():
-                raise NotRearranged(f"its kernel computes with a copy of {name}")
         return known
 
     def _found_out(self, live: Any, loaded: Shapes, kernel: str, format: PackedFormat) -> PackedForm:
         def step(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return self._processed(live, given)
+            return self._processed(live, given, format)
 
         orders = self._orders(step, loaded, *format.asked(live, loaded, kernel, self._device))
         form = format.form(live, loaded, kernel, orders)
@@ -185,7 +204,7 @@ class PackedLayers:
         if wrong:
             raise NotRearranged(f"vLLM makes another {wrong[0]} of what is loaded than was read in its code")
 
-    def _processed(self, live: nn.Module, given: Tensors) -> dict[str, torch.Tensor]:
+    def _processed(self, live: nn.Module, given: Tensors, format: PackedFormat) -> dict[str, torch.Tensor]:
         """What vLLM makes of ``given`` in the place of the live parameters."""
         method = live.quant_method
         method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
@@ -199,7 +218,12 @@ class PackedLayers:
         ]
         if unknown := set(beside) - {_WORKSPACE}:
             raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
-        return held(module)
+        made = held(module)
+        for name, tensor in format.computed_with(module).items():
+            # The live kernel may have copies of a reload of vLLM's, which KernelState keeps equal.
+            if tensor is None or name not in made or tensor.data_ptr() != made[name].data_ptr():
+                raise NotRearranged(f"its kernel computes with something else than {name}")
+        return made
 
 
 def _strided(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:

@@ -26,7 +26,6 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from ....integration.errors import RefitError
 from ..common.loader_trace.trace import Landing
 from .layouts import has_padding, packing_experts
-from .mxfp8 import MXFP8_EXPERTS
 
 # By name, since an engine without FP8 imports none of it; subclasses too.
 _FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
@@ -298,8 +297,8 @@ def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
     """Recompute what layers of ``model`` hold of weights beside their parameters.
 
     Multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that is unquantized in
-    ``dtype``, and copies otherwise. And FP8 experts: see :func:`refresh_expert_scales`. And kernels of attention that want sinks
-    in FP32 (FlashInfer's): see :func:`copied_sinks`.
+    ``dtype``, and copies otherwise. And experts in FP8 blocks: see :func:`refresh_expert_scales`. And kernels of attention that
+    want sinks in FP32 (FlashInfer's): see :func:`copied_sinks`.
     """
     for copied, sinks in copied_sinks(model):
         copied.copy_(sinks)
@@ -312,32 +311,41 @@ def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _is_fp8_experts(method: object) -> bool:
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(method).__mro__)
-    return any(kind in (_FP8_EXPERTS, MXFP8_EXPERTS) for kind in kinds)
+    return _FP8_EXPERTS in kinds
 
 
 def refresh_expert_scales(layer: nn.Module) -> None:
-    """Give the kernel of one layer of experts in FP8 blocks or MXFP8 the scales (and biases) of its parameters.
-
-    The kernel keeps the tensors that it was made with. Those are the parameters, until vLLM reloads the layer: then they
-    are temporaries of the reload, equal to the parameters only until these are written in place.
-    """
+    """Give the kernel of one layer of experts in FP8 blocks the scales (and biases) of its parameters."""
     method = layer.quant_method
     config = method.moe_quant_config
     if config is None:
         return
-    # compressed-tensors' method of MXFP8 does not say it.
-    scale = getattr(method, "weight_scale_name", "weight_scale")
-    for held, name in (
-        (config.w1_scale, f"w13_{scale}"),
-        (config.w2_scale, f"w2_{scale}"),
-        (config.w1_bias, "w13_bias"),
-        (config.w2_bias, "w2_bias"),
-    ):
+    scale = method.weight_scale_name
+    held = {
+        f"w13_{scale}": config.w1_scale,
+        f"w2_{scale}": config.w2_scale,
+        "w13_bias": config.w1_bias,
+        "w2_bias": config.w2_bias,
+    }
+    follow_parameters(layer, held)
+
+
+def follow_parameters(layer: nn.Module, held: Mapping[str, torch.Tensor | None]) -> None:
+    """Give tensors that a layer's kernel holds the values of the parameters for which they stand, without moving them.
+
+    A kernel keeps the tensors that it was made with. Those are the parameters, until vLLM reloads the layer: then they
+    are temporaries of the reload, equal to the parameters only until these are written in place.
+
+    Args:
+        layer: the one whose parameters have their new values.
+        held: by parameter the tensor of its shape; None, or of a parameter that the layer has not, for none.
+    """
+    for name, tensor in held.items():
         parameter = getattr(layer, name, None)
-        if held is None or parameter is None:
+        if tensor is None or parameter is None:
             continue
-        if held.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
-            held.copy_(parameter)
+        if tensor.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+            tensor.copy_(parameter)
 
 
 def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:

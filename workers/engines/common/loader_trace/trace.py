@@ -148,6 +148,23 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of a parameter that tensors bring, which is not all of it.
+
+    Attributes:
+        shape: of the parameter.
+        stride: of the parameter, in elements.
+        regions: in elements from its first element, along its dimensions.
+        dims: of the tensor that has most of those that reach it; 0 where none does.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    regions: tuple[StridedRegion, ...]
+    dims: int
+
+
+@dataclass(frozen=True)
 class LoaderTrace:
     """What a loader does with every tensor of a manifest.
 
@@ -165,6 +182,7 @@ class LoaderTrace:
         wider: of tensors in ``misc_reasons`` because their parameters have a wider dtype, and for nothing else, where they land.
         again: the same of tensors of whose parameters the loader made something: they land as they are in the whole of one
             parameter, so that the loader makes the same if it is given that parameter for the tensor.
+        parts: of parameters that have an unwritten part, the other one.
     """
 
     landings: dict[str, tuple[Landing, ...]]
@@ -177,6 +195,7 @@ class LoaderTrace:
     zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
     wider: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
     again: dict[str, tuple[Landing, ...]] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def leaving_buffers(self, parameters: Collection[str]) -> LoaderTrace:
         """The same where what the loader puts elsewhere than into ``parameters`` takes the misc path: nobody follows buffers."""
@@ -219,6 +238,7 @@ class LoaderTrace:
             zeros=elsewhere(self.zeros),
             wider={name: at for name, at in elsewhere(self.wider).items() if at},
             again={name: at for name, at in elsewhere(self.again).items() if at},
+            parts={name: part for name, part in self.parts.items() if name not in parameters},
         )
 
 
@@ -321,20 +341,44 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
         elif name in recorder.wider:
             reasons[name] = recorder.wider[name]
             wider[name] = tuple(landings[name])
+    unwritten = {
+        name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
+    }
     return LoaderTrace(
         landings={n: () if n in reasons else tuple(found) for n, found in landings.items()},
         misc_reasons=reasons,
         touched={name: frozenset(recorder.touched.get(name, ())) for name in shapes},
         unknown=frozenset(recorder.unknown),
         lost={name: prod(shapes[name]) for name in recorder.unknown if not recorder.touched.get(name)},
-        unwritten={
-            name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
-        },
+        unwritten=unwritten,
         zeros={n: tuple(found) for n, found in zeros.items() if n not in reasons or n in wider},
         joined=frozenset(recorder.joined),
         wider=wider,
         again=again,
+        parts=_parts(recorder, {name: params[name] for name, count in unwritten.items() if count}, shapes),
     )
+
+
+def _parts(
+    recorder: Recorder, params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Part]:
+    dims: dict[str, int] = {}
+    for name, touched in recorder.touched.items():
+        for parameter in touched:
+            dims[parameter] = max(dims.get(parameter, 0), len(shapes[name]))
+    return {
+        name: Part(
+            tuple(p.shape),
+            tuple(p.stride()),
+            tuple(
+                StridedRegion(region.offset, *_along(region.shape, region.stride, p))
+                for region in recorder.reached.get(name, ())
+                if prod(region.shape)
+            ),
+            dims.get(name, 0),
+        )
+        for name, p in params.items()
+    }
 
 
 def _is_whole(landings: Sequence[Landing], parameter: torch.Tensor) -> bool:
