@@ -91,7 +91,7 @@ class SourceRefitMixin:
             that others can't read, and keep it out of logs.
 
         Raises:
-            RefitError: the configured port is taken, or ``host`` is not this host's address.
+            RefitError: the configured port is still taken after some seconds, or ``host`` is not this host's address.
         """
         self._close_epoch()
         self._refit_server = open_rendezvous(
