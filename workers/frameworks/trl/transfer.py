@@ -41,7 +41,7 @@ class ShardOptions:
 
     Attributes:
         refit: as ``policy.refit`` of a recipe.
-        dtype: of the server's weights, in which they travel; None asks the server.
+        dtype: of the server's weights, in which they travel; None asks the server at each meeting.
         host: address of the main process's host as the other ranks and the server's workers reach it; None takes that of its
             connection to the server.
     """
@@ -69,8 +69,8 @@ class ShardTransfer(FSDPRefitMixin):
     """
 
     def __init__(self, trainer: Any, options: ShardOptions) -> None:
-        self.refit_config, self.refit_dtype = options.refit, options.dtype
-        self._trainer, self._host = trainer, options.host
+        self.refit_config = options.refit
+        self._trainer, self._dtype, self._host = trainer, options.dtype, options.host
         # Of the main process, from the first meeting on, until an update fails.
         self._client: RefitClient | None = None
         self._epochs = 0
@@ -160,7 +160,7 @@ class ShardTransfer(FSDPRefitMixin):
         url = self._trainer.vllm_client.server_url
         client = RefitClient(url, timeout_s=self.refit_config.call_limit_s)
         workers = _asked(url, "/get_world_size")["world_size"]
-        dtype = self.refit_dtype
+        dtype = self._dtype
         if dtype is None:
             info = _asked(url, "/server_info?config_format=json")
             dtype = getattr(torch, info["vllm_config"]["model_config"]["dtype"].removeprefix("torch."))
