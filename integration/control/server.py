@@ -59,6 +59,8 @@ _LOG_EVERY = 10.0
 # Seconds for which ranks that still read an answer are served: after close(), and when this process exits.
 _LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
 _LONGEST_PAUSE_S = 3600.0
+# Seconds for which a port that is asked for is waited for, and seconds between two looks.
+_PORT_S, _PORT_AGAIN_S = 5.0, 0.02
 _READ = 1 << 18
 # Parts of answers in one system call.
 _MOST_PARTS = 64
@@ -118,7 +120,10 @@ class RendezvousServer:
         return self._state.entries
 
     def close(self) -> None:
-        """Accept no more connections. The thread ends once all ranks have left, or 5 s later; this call does not wait for it."""
+        """Accept no more connections. The thread ends once all ranks have left, or 5 s later; this call does not wait for it.
+
+        The port is free a moment after this call; :func:`listen` waits for it.
+        """
         self._end_within(_LINGER_S)
 
     def _exit(self) -> None:
@@ -363,7 +368,7 @@ def open_rendezvous(
         port: TCP port; 0 takes any free one.
 
     Raises:
-        RefitError: the port is taken, or the address is not this host's.
+        RefitError: the port is still taken after some seconds, or the address is not this host's.
     """
     listener = listen(host, port)
     token = secrets.token_hex(32)
@@ -374,28 +379,41 @@ def open_rendezvous(
 def listen(host: str, port: int = 0) -> socket.socket:
     """A listening socket for a :class:`RendezvousServer` that is made later, once the ranks are counted. They may connect at once.
 
+    A port that is taken is waited for: the rendezvous of the last epoch gives it back a moment after it was closed.
+
     Raises:
-        RefitError: the port is taken, or the address is not this host's.
+        RefitError: the port is still taken after some seconds, or the address is not this host's.
     """
-    listener: socket.socket | None = None
+    deadline = time.monotonic() + _PORT_S
+    while True:
+        try:
+            listener = _listen_now(host, port)
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(_PORT_AGAIN_S)
+                continue
+            raise RefitError(
+                f"port {port} on {host} can't be opened for the refit's rendezvous: {error}. "
+                "Another process holds it, or the address is not this host's; set policy.refit.port to a free port, "
+                "or to 0 for any.",
+                stage="rendezvous",
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+
+def _listen_now(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise RefitError(
-            f"port {port} on {host} can't be opened for the refit's rendezvous: {error}. "
-            "Another process holds it, or the address is not this host's; set policy.refit.port to a free port, "
-            "or to 0 for any.",
-            stage="rendezvous",
-        ) from error
-    listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

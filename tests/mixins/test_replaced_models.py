@@ -14,6 +14,7 @@ import torch
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.trainers.megatron.places import Places
 from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world, whole
@@ -46,6 +47,19 @@ def test_a_source_is_made_anew_for_another_model_and_kept_for_the_same_one() -> 
     assert worker._prepared_source() is worker.model[0], (
         "what could not be made is not taken for the new one's"
     )
+
+
+def test_a_source_is_made_anew_for_an_engine_of_another_dtype() -> None:
+    class Sharded(FSDPRefitMixin):
+        refit_config = CONFIG
+        model = torch.nn.Linear(4, 3)
+
+    worker = Sharded()
+    for dtype in (torch.bfloat16, torch.float16, None):
+        worker.refit_dtype = dtype
+        source = worker._prepared_source()
+        assert {spec.dtype for spec in source.specs()} == {dtype or torch.float32}
+        assert worker._prepared_source() is source
 
 
 def test_a_model_that_is_another_object_at_each_access_is_refused_when_it_is_prepared() -> None:

@@ -26,7 +26,7 @@ from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from tests.faults.network import Network
 from tests.faults.trials import Kind
-from tests.spawn import processes
+from tests.spawn import free_port, processes
 
 from .meeting import join, on_all_ranks
 
@@ -391,6 +391,27 @@ def test_closing_admits_nobody_any_more_and_serves_those_who_are_there_to_the_en
         channel.close()
     server._thread.join(2.0)
     assert not server._thread.is_alive(), "with its last rank the thread ends"
+
+
+def test_a_port_that_is_given_serves_epoch_after_epoch_of_one_process() -> None:
+    port, members = free_port(), []
+    for epoch in range(10):
+        server = open_rendezvous("127.0.0.1", 1, 1, epoch=epoch, port=port)
+        assert server.rendezvous.port == port
+        members.append(join(server, 0))  # whose connection is still there as the next one listens
+        server.close()
+    for member in members:
+        member.close()
+
+
+def test_a_port_that_another_holds_is_refused_after_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_PORT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        start = time.monotonic()
+        with pytest.raises(RefitError, match=r"policy\.refit\.port") as refused:
+            open_rendezvous("127.0.0.1", 1, 1, port=other.getsockname()[1])
+        assert 0.3 <= time.monotonic() - start < 3
+    assert refused.value.stage == "rendezvous"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])

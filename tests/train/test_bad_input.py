@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlrefit.integration.control import open_rendezvous
-from rlrefit.integration.errors import RefitError
 from rlrefit.recipes.config.load import TrainConfig, load_config
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 
@@ -152,11 +150,3 @@ def test_the_demo_has_a_run_of_its_own_each_time_and_takes_a_name(tmp_path: Path
     own = tmp_path / "mine.yaml"
     own.write_text("defaults: [grpo_tiny, _self_]\n")
     assert config(f"RECIPE={own}").name.startswith("mine")
-
-
-def test_a_taken_port_is_named_with_the_key_to_change() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(RefitError, match=r"policy\.refit\.port"):
-            open_rendezvous("127.0.0.1", 1, 1, port=taken.getsockname()[1])

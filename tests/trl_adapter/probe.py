@@ -22,6 +22,9 @@ class ServerProbe(VllmRefitExtension):
         """Load a checkpoint as vLLM itself does."""
         self.model_runner.reload_weights(weights_iterator=iter(read_checkpoint(path).items()))
 
+    def probe_epoch(self) -> dict[str, bool]:
+        return {"open": self._refit._refit_session is not None}
+
     def probe_die_in_the_next_refit(self) -> None:
         """End this process once all ranks have met for the next refit and its bytes are on their way."""
         session = self._refit._refit_session

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import RefitError
+from rlrefit.integration.errors import RefitError, RefitTimeout
 from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl"
@@ -41,7 +41,8 @@ class Case:
         folder: where each rank leaves what it has seen, and rank 0 a checkpoint of each version.
         fsdp: whether accelerate shards the policy; else it has DDP or one process.
         lora: whether adapters are trained.
-        fails: what goes wrong in the second update: the server's worker is ``killed``, or the server ``refuses`` to pause.
+        fails: what goes wrong in the second update: the server's worker is ``killed``, the server ``refuses`` to pause, or rank 1
+            fails ``alone``, once its part is done.
     """
 
     folder: str
@@ -132,11 +133,13 @@ def _trainer(case: Case) -> Any:
         seconds: float
 
         def _sync_weight(self) -> None:
-            if case.fails and self.updates and self.accelerator.is_main_process:
+            if self.updates and self.accelerator.is_main_process:
                 if case.fails == "killed":
                     _probe(case.url, "probe_die_in_the_next_refit")
-                else:
+                elif case.fails == "refuses":
                     REFUSED.append("/pause?mode=keep")
+            elif self.updates and case.fails == "alone":
+                _fail_after_the_part(self._shards)
             begun, main = time.monotonic(), self.accelerator.is_main_process
             try:
                 gathered = _gathers(super()._sync_weight)
@@ -190,6 +193,16 @@ def _trainer(case: Case) -> Any:
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear") if case.lora else None,
         refit=ShardOptions(RefitConfig(**case.refit)),
     )
+
+
+def _fail_after_the_part(shards: Any) -> None:
+    refit = shards.refit
+
+    def failing(version: int) -> None:
+        refit(version)
+        raise RefitTimeout("too late", stage="record")
+
+    shards.refit = failing
 
 
 def _probe(url: str, method: str, *args: str) -> Any:

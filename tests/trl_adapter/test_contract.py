@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from rlrefit.integration.config import RefitConfig
@@ -67,6 +74,68 @@ def test_a_release_that_syncs_in_another_way_is_refused_with_all_that_differs(
 
 def test_a_module_that_has_nothing_is_refused_with_a_sentence_for_each_thing():
     assert len(violations(SimpleNamespace())) == 6
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """What a meeting asks of a vLLM server; its dtype is the first of ``dtypes``."""
+
+    dtypes: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        config = {"vllm_config": {"model_config": {"dtype": self.dtypes[0]}}}
+        body = json.dumps({"version": "0", "world_size": 1, "result": [], **config}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """Of one process on the CPU; none stays for other tests."""
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "met"),
+    [(None, [torch.bfloat16, torch.float16]), (torch.float32, [torch.float32, torch.float32])],
+)
+def test_a_server_is_asked_for_its_dtype_at_each_meeting_unless_one_is_given(
+    given: torch.dtype | None,
+    met: list[torch.dtype],
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(_Answers, "dtypes", ["torch.bfloat16"])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        model=torch.nn.Linear(4, 3),
+        model_version=0,
+        vllm_client=SimpleNamespace(
+            server_url=f"http://127.0.0.1:{server.server_port}", wait_for_server_ready=lambda: None
+        ),
+    )
+    transfer = ShardTransfer(trainer, ShardOptions(dtype=given))
+    found = []
+    monkeypatch.setattr(transfer, "_with_server", lambda *_: found.append(transfer.refit_dtype) or {})
+    transfer.update(lambda: None)
+    _Answers.dtypes[0] = "torch.float16"
+    transfer.update(lambda: None)  # no session has come to be, so they meet once more
+    server.shutdown()
+    server.server_close()
+    transfer.close_refit()
+    assert found == [dtype for dtype in met for _ in ("join", "refit")]
 
 
 def _transfer(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from rlrefit.integration.errors import PeerLost, RefitError
+from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from tests.spawn import free_port, run_alone, run_ranks
 from tests.trl_adapter.ranks import STEPS, Case, run_example, train, train_alone
 from tests.vllm.vllm_checkpoints import dense_config, write_checkpoint
@@ -122,6 +122,19 @@ def test_the_example_trains(server: Server, tmp_path: Path):
         "step 2: update ",
     ]
     assert server.probe("refit_serving_version") == {"version": 3}
+
+
+def test_a_rank_that_fails_alone_ends_the_training_on_all_ranks_and_the_epoch(server: Server, tmp_path: Path):
+    case = Case(str(tmp_path), server.url, server.model, fsdp=True, fails="alone")
+    ranks = run_ranks(train, 2, case, made_by=vllm_processes)
+    assert [rank["updates"] for rank in ranks] == [1, 1]
+    assert max(rank["seconds"] for rank in ranks) < case.refit["timeout_s"] / 2
+    main, other = (rank["error"] for rank in ranks)
+    assert (type(main), main.stage, main.blamed) == (RefitError, "record", 1)
+    assert type(other) is RefitTimeout
+    # All had committed.
+    assert server.probe("refit_serving_version") == {"version": 2}
+    assert server.probe("probe_epoch") == {"open": False}
 
 
 @pytest.mark.parametrize("fails", ["refuses", "killed"])

@@ -91,7 +91,7 @@ class SourceRefitMixin:
             that others can't read, and keep it out of logs.
 
         Raises:
-            RefitError: the configured port is taken, or ``host`` is not this host's address.
+            RefitError: the configured port is still taken after some seconds, or ``host`` is not this host's address.
         """
         self._close_epoch()
         self._refit_server = open_rendezvous(
@@ -249,7 +249,7 @@ class SourceRefitMixin:
         return self._refit_source
 
     def _is_still(self, parts: tuple[object, ...]) -> bool:
-        """Whether the worker's model is made of these objects; one that was built anew (resumed, grown) isn't."""
+        """Whether the source would be made of these objects; of a model that was built anew (resumed, grown) it isn't."""
         now = self._refit_model_parts()
         return len(parts) == len(now) and all(map(is_, parts, now))
 
@@ -271,9 +271,9 @@ class SourceRefitMixin:
     def _before(self, session: RefitSession, kv_scales: Mapping[str, float] | None) -> None:
         if self._refit_session_of is not None and not self._is_still(self._refit_session_of):
             raise RefitError(
-                f"self.model or self.bridge of {type(self).__name__} is not the one that the ranks met with, and the old "
-                "weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
-                "join_refit) after the model was built anew",
+                f"self.model, self.bridge or self.refit_dtype of {type(self).__name__} is not the one that the ranks met with, and "
+                "the old weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
+                "join_refit) after it was changed or the model was built anew",
                 stage="export",
                 rank=session.world.rank,
             )

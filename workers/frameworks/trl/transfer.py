@@ -9,21 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from ....integration.config import RefitConfig, records_no_steps
-from ....integration.errors import RefitError
+from ....integration.errors import RefitError, end_all
 from ...engines.common.http_calls import STAGE, HttpCalls
 from ...engines.http_client import RefitClient
 from ...trainers.fsdp.mixin import FSDPRefitMixin
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 # Under which a rank's modules have its weights, whole or as DTensors. FSDP is of either version.
 _SERVED = (
     DistributedType.NO,
@@ -41,7 +40,7 @@ class ShardOptions:
 
     Attributes:
         refit: as ``policy.refit`` of a recipe.
-        dtype: of the server's weights, in which they travel; None asks the server.
+        dtype: of the server's weights, in which they travel; None asks the server at each meeting.
         host: address of the main process's host as the other ranks and the server's workers reach it; None takes that of its
             connection to the server.
     """
@@ -60,6 +59,26 @@ class _Order:
     dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in an update: on a rank itself, or with the server, which concerns all."""
+
+    error: BaseException
+    of_server: bool = False
+
+    def told(self, rank: int) -> RefitError:
+        """What the other ranks raise, which may not know the type of an error of ``rank``."""
+        if self.of_server and isinstance(self.error, RefitError):
+            return self.error
+        return RefitError(
+            f"trainer rank {rank} failed in this update, and this rank did not: {_words(self.error)}. The server may serve the new "
+            "weights, or those before, or be paused. Mend that rank's error and train anew, which meets the server anew",
+            stage=getattr(self.error, "stage", ""),
+            rank=rank,
+            blamed=rank,
+        )
+
+
 class ShardTransfer(FSDPRefitMixin):
     """What TRL knows as the ``weight_transfer`` of the main process; here each rank has one.
 
@@ -69,8 +88,8 @@ class ShardTransfer(FSDPRefitMixin):
     """
 
     def __init__(self, trainer: Any, options: ShardOptions) -> None:
-        self.refit_config, self.refit_dtype = options.refit, options.dtype
-        self._trainer, self._host = trainer, options.host
+        self.refit_config = options.refit
+        self._trainer, self._dtype, self._host = trainer, options.dtype, options.host
         # Of the main process, from the first meeting on, until an update fails.
         self._client: RefitClient | None = None
         self._epochs = 0
@@ -120,7 +139,8 @@ class ShardTransfer(FSDPRefitMixin):
             The version, and this rank's record.
 
         Raises:
-            RefitError: and its kinds, on all ranks. The server goes on with the version before, or stays paused.
+            RefitError: and its kinds, on all ranks, but for one that was interrupted or failed in another way itself. The server
+                goes on with the version before, or with this one if all had committed, or stays paused.
         """
         order = self._from_main(self._order)
         met()
@@ -160,7 +180,7 @@ class ShardTransfer(FSDPRefitMixin):
         url = self._trainer.vllm_client.server_url
         client = RefitClient(url, timeout_s=self.refit_config.call_limit_s)
         workers = _asked(url, "/get_world_size")["world_size"]
-        dtype = self.refit_dtype
+        dtype = self._dtype
         if dtype is None:
             info = _asked(url, "/server_info?config_format=json")
             dtype = getattr(torch, info["vllm_config"]["model_config"]["dtype"].removeprefix("torch."))
@@ -187,54 +207,81 @@ class ShardTransfer(FSDPRefitMixin):
     def _with_server(
         self, ours: Callable[[], dict[str, Any]], theirs: Callable[[RefitClient], Any]
     ) -> dict[str, Any]:
-        """Do this rank's part, and on the main process have the server do its own meanwhile.
+        """Do this rank's part, and on the main process have the server do its own meanwhile; a collective of all ranks.
 
         Raises:
-            Exception: on the main process the first in time, with the other one as its note; of the server alone, on all ranks.
+            BaseException: what has failed here; on the main process the first in time, with the other one as its note.
+            RefitError: where nothing has failed: the server's, or else one that names the first rank that failed.
         """
-        client, failed = self._client, list[Exception]()
-        if client is None:
-            found: dict[str, Any] | None = ours()
-        else:
+        client, failed = self._client, list[_Failure]()
+
+        def both(client: RefitClient) -> dict[str, Any] | None:
             with ThreadPoolExecutor(1, thread_name_prefix="rlrefit") as pool:
                 pool.submit(self._serve, client, theirs, failed)
-                try:
-                    found = ours()
-                except Exception as error:
-                    found = None
-                    failed.append(error)
-            if failed:
-                self._client = None
-            for other in failed[1:]:
-                failed[0].add_note(f"Later, beside it: {type(other).__name__}: {other}")
-        if found is None:  # this rank has failed, and so have the others
-            raise failed[0]
-        self._from_main(lambda: _raise(failed))
+                return _attempt(ours, failed)
+
+        found = _attempt(ours if client is None else partial(both, client), failed)
+        if failed:
+            self._client = None
+        for later in failed[1:]:
+            failed[0].error.add_note(f"Later, beside it: {_words(later.error)}")
+        # Whatever this rank has met, the others wait for its word.
+        end_all([partial(self._require_done, failed)], failed[0].error if failed else None)
+        if failed:
+            raise failed[0].error
+        assert found is not None, "nothing has failed"
         return found
 
     def _serve(
-        self, client: RefitClient, theirs: Callable[[RefitClient], Any], failed: list[Exception]
+        self, client: RefitClient, theirs: Callable[[RefitClient], Any], failed: list[_Failure]
     ) -> None:
         try:
             theirs(client)
         except Exception as error:
-            failed.append(error)
+            failed.append(_Failure(error, of_server=True))
             # The trainer's ranks would wait for the server's workers for their whole limit.
             if self._refit_server is not None:
                 self._refit_server.close()
 
-    def _from_main(self, make: Callable[[], _T]) -> _T:
-        """What ``make`` gives on the main process, on all ranks; its error is raised on all."""
-        told: list[Any] = [None]
-        if self._trainer.accelerator.is_main_process:
-            try:
-                told = [make()]
-            except Exception as error:
-                told = [error]
-        answer: Any = broadcast_object_list(told)[0]
-        if isinstance(answer, Exception):
+    def _require_done(self, failed: list[_Failure]) -> None:
+        """Tell the other ranks what has failed on this one, in the order of time, and hear what has on them; a collective.
+
+        Raises:
+            RefitError: what the first of the others tells, if nothing has failed here.
+        """
+        accelerator = self._trainer.accelerator
+        number = torch.tensor(len(failed), device=accelerator.device)
+        if not accelerator.reduce(number, "sum").item():
+            return  # as in nearly all updates, without words
+        said = next((failure for failure in failed if failure.of_server), failed[0] if failed else None)
+        told = None if said is None else said.told(accelerator.process_index)
+        heard: list[RefitError | None] = gather_object([told])
+        if not failed:
+            raise next(error for error in heard if error is not None)
+
+    def _from_main[T](self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on the main process, on all ranks; if it fails, all raise."""
+        failed = list[_Failure]()
+        made = _attempt(make, failed, of_server=True) if self._trainer.accelerator.is_main_process else None
+        answer: Any = broadcast_object_list([failed[0].told(0) if failed else made])[0]
+        if failed:
+            raise failed[0].error
+        if isinstance(answer, RefitError):
             raise answer
         return answer
+
+
+def _attempt[T](act: Callable[[], T], failed: list[_Failure], of_server: bool = False) -> T | None:
+    """What ``act`` gives; None if it fails, or is interrupted: then too the other ranks have to be told."""
+    try:
+        return act()
+    except BaseException as error:
+        failed.append(_Failure(error, of_server))
+        return None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _asked(url: str, path: str) -> dict[str, Any]:
@@ -244,8 +291,3 @@ def _asked(url: str, path: str) -> dict[str, Any]:
             f"the server at {url} answered GET {path} with {answer.status}: {answer.words}", stage=STAGE
         )
     return answer.content
-
-
-def _raise(errors: list[Exception]) -> None:
-    if errors:
-        raise errors[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -16,11 +15,8 @@ import ray
 from verl.checkpoint_engine import base as verl_base
 
 from ....integration.control import Rendezvous, RendezvousServer, listen
-from ....integration.errors import RefitError, RefitMismatch
+from ....integration.errors import RefitMismatch
 from ....integration.records.record import RefitRecord
-
-# How long a fixed port is waited for.
-_PORT_S = 5.0
 
 
 class EpochEngine(verl_base.CheckpointEngine):
@@ -74,7 +70,7 @@ class EpochEngine(verl_base.CheckpointEngine):
         if self.is_master:
             self._close_listener()
             host = str(ray.util.get_node_ip_address()).strip("[]")  # type: ignore[no-untyped-call]
-            self._listener = _listen_once_free(host, self._port)
+            self._listener = listen(host, self._port)
             self._epochs += 1
             address = (host, self._listener.getsockname()[1], self._epochs)
         return {"protocol": self.protocol, "held": held, "address": address}
@@ -147,18 +143,6 @@ class EpochEngine(verl_base.CheckpointEngine):
         if self._listener is not None:
             self._listener.close()
         self._listener = None
-
-
-def _listen_once_free(host: str, port: int) -> socket.socket:
-    """As :func:`listen`; a rendezvous that was closed gives its port back a moment later."""
-    deadline = time.monotonic() + _PORT_S
-    while True:
-        try:
-            return listen(host, port)
-        except RefitError:
-            if not port or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def metrics_of(record: RefitRecord) -> dict[str, float]:

@@ -30,7 +30,7 @@ class FSDPRefitMixin(SourceRefitMixin):
     Attributes:
         model: the module that ``fully_shard`` was applied to.
         refit_config: the same on all ranks.
-        refit_dtype: dtype of the engine's weights; None if the trainer keeps its own in the same.
+        refit_dtype: dtype of the engine's weights; None if the trainer keeps its own in the same. Another one needs a new epoch.
     """
 
     model: torch.nn.Module
@@ -40,6 +40,9 @@ class FSDPRefitMixin(SourceRefitMixin):
     def _make_refit_source(self) -> FSDPSource | AdapterSource:
         kind = AdapterSource if self.refit_config.lora == "adapter" else FSDPSource
         return kind(self.model, self.refit_dtype)
+
+    def _refit_model_parts(self) -> tuple[object, ...]:
+        return (*super()._refit_model_parts(), self.refit_dtype)
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
         return watch_transformers(attention_modules(self.model), record)
