@@ -102,58 +102,30 @@ VLLM = Engine(
         "gemma3-vl": (),
     }
 )
-TRANSFORMERS = Engine(
-    dict.fromkeys(
-        (
-            *_ALL_IN_PLACE,
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "gpt_oss",
-            "minimax_m2",
-            "nemotron_h",
-            "nemotron_h-latent",
-            "qwen3_next",
-            "qwen3_5_moe",
-            "qwen3_5_moe-stacked",
-            "qwen3_5_text",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-            "qwen3_5",
-            "qwen3_5_moe-vl",
-            "qwen2_5_vl",
-            "gemma3-vl",
-        ),
-        (),
-    )
+# What transformers and SGLang take in place, all of it that trainers place.
+_ALL_IN_BOTH = (
+    *_ALL_IN_PLACE,
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe-stacked",
+    "qwen3_5_text",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe-vl",
+    "qwen2_5_vl",
+    "gemma3-vl",
 )
-_HYBRID = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
+_HYBRIDS = ("nemotron_h", "nemotron_h-latent")
+_COMPUTED = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
+TRANSFORMERS = Engine(dict.fromkeys((*_ALL_IN_BOTH, *_HYBRIDS), ()))
 SGLANG = Engine(
-    {
-        **dict.fromkeys(
-            (
-                *_ALL_IN_PLACE,
-                "glm4_moe",
-                "glm4_moe_lite",
-                "glm_moe_dsa",
-                "bailing_moe_v2",
-                "minimax_m2",
-                "gpt_oss",
-                "qwen3_next",
-                "qwen3_5_moe",
-                "qwen3_5_moe-stacked",
-                "qwen3_5_text",
-                "qwen3_vl",
-                "qwen3_vl_moe",
-                "qwen3_5",
-                "qwen3_5_moe-vl",
-                "qwen2_5_vl",
-                "gemma3-vl",
-            ),
-            (),
-        ),
-        **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), _HYBRID),
-    }
+    {**dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2"), ()), **dict.fromkeys(_HYBRIDS, _COMPUTED)}
 )
 
 

@@ -133,12 +133,12 @@ def require_supported_actor(worker: Any) -> None:
     absent = [path for path in _ACTOR if not _has(worker, path)]
     if not absent and worker.config.actor.strategy == "megatron":
         absent = [path for path in _MEGATRON_ACTOR if not _has(worker, path)]
-    if absent:
-        raise UnsupportedVerl(
-            f"verl {installed_version()} is not supported by rlrefit's shard to shard, which is written for {TESTED}: its "
-            f"actor has no {', no '.join(absent)}. Nothing was sent; install verl=={TESTED}, or use "
-            "rlrefit.workers.frameworks.verl.full_tensors, which needs the export alone"
-        )
+    _require(
+        [f"its actor has no {', no '.join(absent)}"] if absent else [],
+        "shard to shard, which is",
+        "Nothing was sent",
+        "use rlrefit.workers.frameworks.verl.full_tensors, which needs the export alone",
+    )
 
 
 def _has(owner: Any, path: str) -> bool:
@@ -167,13 +167,12 @@ def require_supported_rollout(extension: Any, transfer: Any) -> None:
     Raises:
         UnsupportedVerl: names the version and all differences.
     """
-    wrong = rollout_violations(extension, transfer)
-    if wrong:
-        raise UnsupportedVerl(
-            f"verl {installed_version()} is not supported by rlrefit's extension of vLLM's workers, which is written for "
-            f"{TESTED}: {'; '.join(wrong)}. Nothing was started; install verl=={TESTED}, or use "
-            "rlrefit.workers.frameworks.verl.full_tensors, which needs no extension"
-        )
+    _require(
+        rollout_violations(extension, transfer),
+        "extension of vLLM's workers, which is",
+        "Nothing was started",
+        "use rlrefit.workers.frameworks.verl.full_tensors, which needs no extension",
+    )
 
 
 def server_violations(server: Any, adapter: Any) -> list[str]:
@@ -198,13 +197,12 @@ def require_supported_server(server: Any, adapter: Any) -> None:
     Raises:
         UnsupportedVerl: names the version and all differences.
     """
-    wrong = server_violations(server, adapter)
-    if wrong:
-        raise UnsupportedVerl(
-            f"verl {installed_version()} is not supported by rlrefit's way to SGLang's workers, which is written for "
-            f"{TESTED}: {'; '.join(wrong)}. Nothing was written; install verl=={TESTED}, or use vLLM, or "
-            "rlrefit.workers.frameworks.verl.full_tensors, which hands full tensors to verl's own loading"
-        )
+    _require(
+        server_violations(server, adapter),
+        "way to SGLang's workers, which is",
+        "Nothing was written",
+        "use vLLM, or rlrefit.workers.frameworks.verl.full_tensors, which hands full tensors to verl's own loading",
+    )
 
 
 def require_supported_trainer(trainer: Any) -> None:
@@ -213,12 +211,21 @@ def require_supported_trainer(trainer: Any) -> None:
     Raises:
         UnsupportedVerl: names the version and all differences.
     """
-    wrong = _differences(trainer, "PPOTrainer", _TRAINER)
+    _require(
+        _differences(trainer, "PPOTrainer", _TRAINER),
+        "trainers, which are",
+        "None was registered",
+        "take rlrefit.workers.frameworks.verl.trainers out of VERL_USE_EXTERNAL_MODULES, and one of verl's own as "
+        "trainer.v1.trainer_mode",
+    )
+
+
+def _require(wrong: list[str], part: str, outcome: str, remedy: str) -> None:
+    """Refuse the installed verl if anything is wrong: what of rlrefit can't serve it, what came of it, and what else there is."""
     if wrong:
         raise UnsupportedVerl(
-            f"verl {installed_version()} is not supported by rlrefit's trainers, which are written for {TESTED}: "
-            f"{'; '.join(wrong)}. None was registered; install verl=={TESTED}, or take rlrefit.workers.frameworks.verl.trainers "
-            "out of VERL_USE_EXTERNAL_MODULES, and one of verl's own as trainer.v1.trainer_mode"
+            f"verl {installed_version()} is not supported by rlrefit's {part} written for {TESTED}: {'; '.join(wrong)}. "
+            f"{outcome}; install verl=={TESTED}, or {remedy}"
         )
 
 
