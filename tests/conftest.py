@@ -24,6 +24,9 @@ os.environ.update(
         "RAY_AUTH_MODE": "token",
         # Not behind all others on the machine, where Ray puts its workers: runs would starve on a busy one.
         "RAY_worker_niceness": "0",
+        # ray.init waits for the processes that Ray starts ahead, and for ever if one of them was too slow to register.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_register_timeout_seconds": "300",
     }
 )
 

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # Only tokens and log-probabilities go through Ray's object store; weights never do.
 _OBJECT_STORE_BYTES = 256 << 20
+# The ranks have environments of their own, so none would take a process that Ray starts ahead, one per core; and ray.init
+# waits for those, for ever if one of them is too slow to register.
+_NONE_AHEAD = {"prestart_worker_first_driver": False}
 # Hosts of a cluster that was just started may still be on their way.
 _JOINING_S = 30.0
 
@@ -57,6 +60,7 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                _system_config=_NONE_AHEAD,
             )
         else:
             _require_listener(config.address)

@@ -67,7 +67,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         },
     )
     rollout = RolloutConfig(name="vllm", checkpoint_engine=config, tensor_model_parallel_size=1)
-    # As many CPUs as actors: Ray starts their processes ahead.
     with warm_cluster(LOADED, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, num_cpus=5):
         actor, worker = ray.remote(num_cpus=1)(Actor), ray.remote(num_cpus=1)(RolloutWorker)
         port = free_port()
