@@ -372,6 +372,11 @@ class EngineDouble:
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = (ManagerWithSessions if sessions else ManagerDouble)(**settings)
 
+    def close(self) -> None:
+        """As if the engine's processes ended: they hold the connections of a refit."""
+        self.tokenizer_manager.worker.close_refit()
+        self.loop.close()
+
 
 @dataclass
 class Metadata:

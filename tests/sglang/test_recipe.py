@@ -259,7 +259,7 @@ class Run:
         self._pool.shutdown()
         self.actor.close()
         assert self.engine.closed
-        self.engine.loop.close()
+        self.engine.close()
 
 
 @pytest.fixture(params=[SglangActor, AsyncSglangActor], ids=["blocking", "awaited"])

@@ -148,7 +148,7 @@ def driven_in(way: str, engine: EngineDouble) -> Iterator[Driven]:
     loop = engine.loop
     if way == "blocking":
         yield Driven(engine, lambda: SglangRefit(EngineCaller(engine), TIMEOUT_S))
-        loop.close()
+        engine.close()
         return
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -167,7 +167,7 @@ def driven_in(way: str, engine: EngineDouble) -> Iterator[Driven]:
         server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.close()
+        engine.close()
 
 
 class Server:
