@@ -37,7 +37,7 @@ from .run.cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
 from .run.colocated import ColocatedRefits
 from .run.display import RunDisplay
 from .run.files import MetricsFile, keep_json_lines, write_whole
-from .run.inputs import RunInputs
+from .run.inputs import RunInputs, on_all_hosts
 from .run.report import write_report
 from .terminal import under_way
 from .tiny.checkpoints import resolve_model_path
@@ -93,6 +93,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
+        model_path = on_all_hosts(model_path)
         stack.enter_context(_told_what_is_saved(store))
         ranks = config.trainer.ranks + config.generation.ranks
         with under_way(console, f"starting {ranks} ranks"):

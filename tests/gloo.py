@@ -12,18 +12,18 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-_Gloo = distributed_c10d.ProcessGroupGloo
+Gloo = distributed_c10d.ProcessGroupGloo
 
 
 @functools.cache
 def _device() -> Any:
     """The loop of this process; not before the fork, which no thread outlives."""
-    return _Gloo.create_default_device()
+    return Gloo.create_default_device()
 
 
-class _OnOneDevice(_Gloo):
+class _OnOneDevice(Gloo):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = _Gloo._Options()
+        options = Gloo._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)
 

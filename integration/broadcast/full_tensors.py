@@ -247,6 +247,7 @@ class FullTensorEpoch:
                 device=self.device,
                 timeout_s=settings.timeout_s,
                 watch=channel.check_abort,
+                address=channel.address,
             )
             self._messages = Messages(group, world.rank, settings.bucket_bytes, settings.verify, channel.turn)
         channel.barrier("ready")

@@ -223,9 +223,7 @@ class Group(ABC):
             event.record(torch.cuda.current_stream(self.device))
             self.wait_for([event], stage)
 
-    def _wait_until(
-        self, done: Callable[[], bool], stage: str, pause: Callable[[float], object] | None = None
-    ) -> None:
+    def _wait_until(self, done: Callable[[], bool], stage: str) -> None:
         def late() -> RefitTimeout:
             # Or the kernel would spin on, and the next synchronisation of the device would never return.
             self.abort()
@@ -234,7 +232,7 @@ class Group(ABC):
             )
             return RefitTimeout(what, stage=stage, rank=self.rank)
 
-        wait_until(done, self.timeout_s, stage, self.check_peers, late, pause)
+        wait_until(done, self.timeout_s, stage, self.check_peers, late)
 
 
 def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:

@@ -205,4 +205,4 @@ def open_group(
         return DeviceGroup(*common, min(part, choice.most_bucket_bytes))
     if choice.kind == "host":
         return HostGroup(*common, min(part, choice.most_bucket_bytes))
-    return TorchGroup.open(*common)
+    return TorchGroup.open(*common, channel.address)

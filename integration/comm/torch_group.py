@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from abc import abstractmethod
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import PeerLost, RefitError, end_all
+from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, Group, PeerBuffer, classifying
+from .waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +36,6 @@ class TorchGroup(Group):
     It belongs to the refit alone: nothing of ``torch.distributed``'s default group is read or changed. See :meth:`open` for a
     group of its own, and :meth:`over` for one that uses the communicators of another group.
     """
-
-    _carrier = "NCCL"
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class TorchGroup(Group):
             owns: whether :meth:`close` closes them.
         """
         super().__init__(rank, size, device, timeout_s, watch, lanes)
+        self._carrier = "NCCL" if device.type == "cuda" else "gloo"
         self._backends = list(backends)  # torch's stubs leave out the methods of the backend classes
         self._owns = owns
         self._connected: set[int] = set()
@@ -72,6 +73,7 @@ class TorchGroup(Group):
         timeout_s: float,
         watch: Callable[[str], None],
         lanes: int = 1,
+        address: str = "",
     ) -> Self:
         """Make a group with communicators of its own; all its ranks do so at the same time.
 
@@ -80,6 +82,8 @@ class TorchGroup(Group):
             name: of the group, unique in the epoch.
             rank, size, timeout_s, watch, lanes: as :class:`Group`.
             device: a CUDA device for NCCL, else gloo.
+            address: of this host, at which gloo's ranks reach this one, unless ``GLOO_SOCKET_IFNAME`` names interfaces. Without
+                either gloo takes what the host's name resolves to here, and else 127.0.0.1, where no other host reaches it.
 
         Raises:
             RefitTimeout: some rank did not come in time.
@@ -87,7 +91,7 @@ class TorchGroup(Group):
         """
         group = cls(rank, size, device, timeout_s, watch, lanes)
         try:
-            group._open_lanes(store, name)
+            group._open_lanes(store, name, address)
         except BaseException as error:
             # The lanes that are open already: peers would wait for them.
             end_all([partial(group.close, failed=True)], error)
@@ -201,11 +205,11 @@ class TorchGroup(Group):
             raise RefitError("the process group is closed", stage="process group", rank=self.rank)
         return self._backends[lane]
 
-    def _open_lanes(self, store: Store, name: str) -> None:
+    def _open_lanes(self, store: Store, name: str, address: str) -> None:
         try:
             for lane in range(self.lanes):
                 # Gloo connects to each rank in turn here, and does not notice ranks that give up meanwhile.
-                make = partial(self._make, PrefixStore(f"{name}/{lane}", store))
+                make = partial(self._make, PrefixStore(f"{name}/{lane}", store), address)
                 self._backends.append(self._guarded(make))
             # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
             self.connect_broadcast(0)
@@ -213,16 +217,20 @@ class TorchGroup(Group):
             raise
         except RuntimeError as error:
             raise PeerLost(
-                f"the refit's process group {name!r} of {self.size} ranks could not be made: {error}. Can all ranks "
-                "reach each other, and does the host name resolve to an address that the other hosts see?",
+                f"the refit's process group {name!r} of {self.size} ranks could not be made: {error}. {_how_ranks_meet(self.device)}",
                 stage="process group",
                 rank=self.rank,
             ) from error
 
-    def _make(self, store: Store) -> Any:
+    def _make(self, store: Store, address: str) -> Any:
         timeout = timedelta(seconds=self.timeout_s)
         if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
+                return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out its options
+            choice = gloo._Options()
+            choice._devices, choice._timeout = [gloo.create_device(hostname=address)], timeout
+            return gloo(store, self.rank, self.size, choice)
         options = dist.ProcessGroupNCCL.Options()
         # torch's own watchdog ends the whole process; the waits here shall come first.
         options._timeout = 2 * timeout + timedelta(seconds=30)
@@ -284,11 +292,28 @@ class TorchGroup(Group):
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        self._wait_until(lambda: not thread.is_alive(), "connect", thread.join)
+        wait_until(
+            lambda: not thread.is_alive(),
+            self.timeout_s,
+            "connect",
+            self.check_peers,
+            self._unconnected,
+            thread.join,
+        )
         self._raise_nccl_errors("connect")
         for failure in failures:
             raise failure
         return made[0]
+
+    def _unconnected(self) -> RefitTimeout:
+        # Or NCCL's kernel would spin on, and the next synchronisation of the device would never return.
+        self.abort()
+        return RefitTimeout(
+            f"{self._carrier} did not connect the ranks within {self.timeout_s:.0f} s; a peer is late, stuck or gone, or hosts do not "
+            f"reach each other. {_how_ranks_meet(self.device)}",
+            stage="connect",
+            rank=self.rank,
+        )
 
     def _raise_nccl_errors(self, stage: str) -> None:
         """Raise what torch's watchdog has found wrong with a communicator."""
@@ -419,6 +444,15 @@ class _NcclBroadcast(Exchange):
 
 def _watch_nothing(stage: str) -> None:
     """For a group whose ranks have no other channel on which to say that they give up."""
+
+
+def _how_ranks_meet(device: torch.device) -> str:
+    """What to look at where ranks can't reach each other."""
+    library = "NCCL" if device.type == "cuda" else "GLOO"
+    return (
+        f"Where hosts have several networks, set {library}_SOCKET_IFNAME on all of them to the interfaces by which they reach each "
+        "other, before their ranks start"
+    )
 
 
 def _backends_of(group: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:

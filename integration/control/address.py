@@ -5,11 +5,25 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import Any
 
 from ..errors import RefitError
 
 _TOKEN = re.compile(r"[0-9a-f]{64}")
+
+
+def joined(host: str, port: int) -> str:
+    """``host:port``, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name ``localhost``, leads to the host itself on every host."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,11 @@ class Rendezvous:
     def size(self) -> int:
         """Ranks on both sides."""
         return self.train_ranks + self.gen_ranks
+
+    @property
+    def where(self) -> str:
+        """Host and port, as a URL has them."""
+        return joined(self.host, self.port)
 
     @property
     def key(self) -> bytes:

@@ -74,6 +74,11 @@ class Channel:
         return self._rendezvous.turn
 
     @property
+    def address(self) -> str:
+        """This host's address on its way to the rendezvous."""
+        return self._connection.address
+
+    @property
     def store(self) -> GroupStore:
         """The store from which process groups of this epoch are made; connected at its first use."""
         if self._store is None:
@@ -268,7 +273,7 @@ class Channel:
         ]
         status, answer = self._ask(Op.MEET, fields, topic, wait)
         if status is Status.TIMEOUT:
-            self._late([unpack_int(rank) for rank in answer], topic, wait)
+            self._late(unpack_int(answer[0]), answer[1].decode(errors="replace"), topic, wait)
         return status, answer
 
     def _ask(
@@ -292,13 +297,13 @@ class Channel:
             )
         return status, answer
 
-    def _late(self, ranks: list[int], stage: str, waited_s: float) -> Never:
+    def _late(self, rank: int, names: str, stage: str, waited_s: float) -> Never:
         raise RefitTimeout(
-            f"{', '.join(self.world.describe(rank) for rank in ranks)} did not answer within {waited_s:.1f} s: "
-            "dead, busy with an earlier request, or not called at all. Raise policy.refit.timeout_s if it is only slow.",
+            f"{names} did not answer within {waited_s:.1f} s: dead, cut off, busy with an earlier request, or not called at all. "
+            "Raise policy.refit.timeout_s if it is only slow.",
             stage=stage,
             rank=self.world.rank,
-            blamed=ranks[0],
+            blamed=rank,
         )
 
     def _packed(self, topic: str, data: Any) -> bytes:

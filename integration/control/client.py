@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Never
 
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
-from .address import Rendezvous
+from .address import Rendezvous, is_loopback
 from .frames import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -40,6 +40,8 @@ from .frames import (
 )
 
 _RETRY_S = 0.05
+# Seconds for one of the addresses that a name has: another one may be the one that this host reaches.
+_ADDRESS_S = 10.0
 # A server that too many strangers connect to drops connections that have not opened, which looks like a refused token.
 _ATTEMPTS = 4
 _READ = 1 << 18
@@ -47,6 +49,24 @@ _READ = 1 << 18
 _GRACE_S = 5.0
 # Bytes of an answer: the table of all values, and what comes with it.
 _MOST_ANSWER = MAX_ANSWER + (16 << 20)
+
+
+def _remedy(host: str, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return (
+            f"{socket.gethostname()} can't resolve that name. Have trainer rank 0 open the rendezvous at an address that all ranks "
+            "reach, or make the name known to all hosts"
+        )
+    if is_loopback(host):
+        return (
+            f"That address is {socket.gethostname()} itself. Is trainer rank 0 up? If it is on another host, have it open the "
+            "rendezvous at an address that all ranks reach"
+        )
+    return (
+        f"Is trainer rank 0 up? Does {socket.gethostname()} reach that address, and is the port open between the hosts? If trainer "
+        "rank 0's host has several addresses, have it open the rendezvous at one that all ranks reach; policy.refit.port fixes the "
+        "port"
+    )
 
 
 class _ClosedUnopened(Exception):
@@ -59,6 +79,9 @@ class Connection:
     When a wait runs out, the server answers so. A server that does not answer at all (its host is frozen) gets the wait and a
     few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts. The
     kernel keeps it (``SO_RCVTIMEO``), so that a request costs one send and one receive.
+
+    Attributes:
+        address: this host's own, on its way to the rendezvous.
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, role: Role = Role.MEMBER):
@@ -76,7 +99,7 @@ class Connection:
             RefitMismatch: the rendezvous was opened for other numbers of ranks or another epoch, or trainer rank 0 runs
                 another version of the protocol.
         """
-        self._where = f"{rendezvous.host}:{rendezvous.port}"
+        self._where = rendezvous.where
         self._rank = rank
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -179,15 +202,16 @@ class Connection:
     def _connect(self, host: str, port: int) -> socket.socket:
         while True:
             try:
-                sock = socket.create_connection((host, port), max(0.01, self._deadline - time.monotonic()))
+                left = max(0.01, self._deadline - time.monotonic())
+                sock = socket.create_connection((host, port), min(_ADDRESS_S, left))
                 tune(sock)
+                self.address = str(sock.getsockname()[0])
                 sock.settimeout(None)  # the kernel's limit, set below, needs a blocking socket
                 return sock
             except OSError as error:
                 if time.monotonic() + _RETRY_S > self._deadline:
                     raise RefitTimeout(
-                        f"no rendezvous at {self._where} within {self._timeout_s:.0f} s: {error}. Is trainer rank 0 "
-                        "up, and is the port open between the hosts?",
+                        f"no rendezvous at {self._where} within {self._timeout_s:.0f} s: {error}. {_remedy(host, error)}",
                         stage="rendezvous",
                         rank=self._rank,
                         blamed=0,

@@ -58,6 +58,7 @@ class EpochState:
 
     def __init__(self, world: RefitWorld):
         self._world = world
+        self._addresses: dict[int, str] = {}
         self._values: dict[bytes, bytes] = {}
         self._waits: dict[Caller, _Wait] = {}
         self._meetings: dict[bytes, Meeting] = {}
@@ -87,6 +88,10 @@ class EpochState:
         """Whether trainer rank 0 waits at a meeting."""
         return any(0 in meeting.arrived for meeting in self._meetings.values())
 
+    def joined(self, rank: int, address: str) -> None:
+        """A rank has come, from the host of ``address``; an empty one is not named."""
+        self._addresses[rank] = address
+
     def request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
         """A request of ``rank``.
 
@@ -107,7 +112,7 @@ class EpochState:
                 arrival = Arrival(caller, flags[0], tuple(values[len(ranks) :]), direct)
                 return self._meet(rank, topic, now, deadline, compare == b"\1", arrival)
             case Op.ABORT, [reason]:
-                text = f"{self._world.describe(rank)} gave up: {reason.decode(errors='replace')}"
+                text = f"{self._name(rank)} gave up: {reason.decode(errors='replace')}"
                 return [(caller, _OK), *self._conclude(rank, text)]
             case Op.ABORT, [reason, milliseconds]:
                 patience = unpack_int(milliseconds) / 1e3
@@ -156,7 +161,7 @@ class EpochState:
             return []
         answers = self._conclude(
             rank,
-            f"{self._world.describe(rank)} is lost: its connection to the rendezvous ended, since its process died or "
+            f"{self._name(rank)} is lost: its connection to the rendezvous ended, since its process died or "
             "its host went away",
         )
         self._over.add(rank)
@@ -209,7 +214,7 @@ class EpochState:
         came: dict[int, Arrival] = {}
         if self._doubt is not None and self._doubt.late is not None:
             came = self._doubt.late[1].arrived
-        told = pack_body(Status.TIMEOUT, [pack_int(r) for r in late]) if late else self._end
+        told = pack_body(Status.TIMEOUT, [pack_int(rank), self._names(late).encode()]) if late else self._end
         answers = [(arrival.caller, told) for arrival in came.values()]
         answers += [(caller, self._end) for caller in (*self._waits, *self._asking)]
         answers += [(a.caller, self._end) for m in self._meetings.values() for a in m.arrived.values()]
@@ -274,14 +279,19 @@ class EpochState:
         gone = sorted(self._left - self._over)
         if gone:
             return self._conclude(gone[0], f"{self._names(gone)} gave up: closed the session", sure=False)
-        seen = f"{self._world.describe(first)} was the first to notice: {what}"
+        seen = f"{self._name(first)} was the first to notice: {what}"
         if not silent:
             return self._conclude(first, seen, sure=False)
         text = f"{self._names(silent)} did not answer: frozen, busy for too long, or cut off. {seen}"
         return self._conclude(silent[0] if len(silent) == 1 else -1, text, sure=False)
 
+    def _name(self, rank: int) -> str:
+        """What a user calls a rank, and where it is."""
+        address = self._addresses.get(rank)
+        return f"{self._world.describe(rank)} at {address}" if address else self._world.describe(rank)
+
     def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(self._world.describe(rank) for rank in ranks)
+        return ", ".join(map(self._name, ranks))
 
     def _meet(
         self,
@@ -320,8 +330,9 @@ class EpochState:
         for meeting in self._meetings.values():
             missing = [rank for rank in gone if rank not in meeting.arrived and rank not in self._over]
             if missing and meeting.arrived:
-                who = self._world.describe(missing[0])
-                return self._conclude(missing[0], f"{who} gave up: it has closed its session")
+                return self._conclude(
+                    missing[0], f"{self._name(missing[0])} gave up: it has closed its session"
+                )
         return []
 
     def _wait(self, caller: Caller, wait: _Wait) -> list[Answer]:

@@ -29,7 +29,7 @@ from typing import Any
 
 MAGIC = b"rlrefit"
 # Raised with every change to what ranks tell each other, and to what each of them computes that must be alike on all.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")
@@ -104,7 +104,7 @@ class Status(IntEnum):
     OK = 1  # as the request has it; of a meeting that does not compare: all values, who sent direct data, the data…
     DIFFER = 2  # all values: a comparing meeting had different ones
     ABORTED = 3  # rank that is to blame or -1, a sentence
-    TIMEOUT = 4  # missing ranks…
+    TIMEOUT = 4  # at a meeting: a missing rank, and the names of all that are missing
     REFUSED = 5  # why
 
 

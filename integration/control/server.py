@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..errors import RefitError
-from .address import Rendezvous
+from .address import Rendezvous, is_loopback, joined
 from .epoch_state import EpochState
 from .frames import (
     HEADER_BYTES,
@@ -70,10 +70,11 @@ _FILES, _FILES_A_RANK = 1024, 4
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection; ``rank`` is -1 until it has proved the token."""
+    """A connection from an address and port; ``rank`` is -1 until it has proved the token."""
 
     sock: socket.socket
-    address: str
+    host: str
+    port: int
     nonce: bytes
     deadline: float
     rank: int = -1
@@ -82,6 +83,11 @@ class _Peer:
     outgoing: deque[memoryview] = field(default_factory=deque)
     theirs: Signer | None = None
     ours: Signer | None = None
+
+    @property
+    def where(self) -> str:
+        """Address and port."""
+        return joined(self.host, self.port)
 
 
 class RendezvousServer:
@@ -212,7 +218,7 @@ class RendezvousServer:
             return
         sock.setblocking(False)
         tune(sock)
-        peer = _Peer(sock, f"{address[0]}:{address[1]}", secrets.token_bytes(NONCE_BYTES), now + _OPENING_S)
+        peer = _Peer(sock, address[0], address[1], secrets.token_bytes(NONCE_BYTES), now + _OPENING_S)
         self._strangers[peer] = None
         self._peers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -275,11 +281,13 @@ class RendezvousServer:
                 f"{meeting.train_ranks} trainer and {meeting.gen_ranks} generation ranks"
             )
         elif role is Role.MEMBER and rank in self._members:
-            why = f"rank {rank} has joined already, from {self._members[rank].address}; two processes were given one rank"
+            why = f"rank {rank} has joined already, from {self._members[rank].where}; two processes were given one rank"
         else:
             peer.rank, peer.role = rank, role
             if role is Role.MEMBER:
                 self._members[rank] = peer
+                # On one host alone it would tell nothing.
+                self._state.joined(rank, "" if is_loopback(peer.host) else peer.host)
             numbers = [pack_int(n) for n in (meeting.train_ranks, meeting.gen_ranks, meeting.epoch)]
             self._answer([(peer, pack_body(Status.OK, numbers))])
             return
@@ -334,7 +342,7 @@ class RendezvousServer:
 
     def _refuse(self, peer: _Peer, why: str) -> None:
         who = f"refit rank {peer.rank}" if peer.rank >= 0 else "a stranger"
-        self._log_refusal(f"{who} at {peer.address} was refused: {why}")
+        self._log_refusal(f"{who} at {peer.where} was refused: {why}")
         self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
@@ -393,13 +401,27 @@ def listen(host: str, port: int = 0) -> socket.socket:
                 time.sleep(_PORT_AGAIN_S)
                 continue
             raise RefitError(
-                f"port {port} on {host} can't be opened for the refit's rendezvous: {error}. "
-                "Another process holds it, or the address is not this host's; set policy.refit.port to a free port, "
-                "or to 0 for any.",
+                f"port {port} on {host} can't be opened for the refit's rendezvous: {error}. {_remedy(error)}",
                 stage="rendezvous",
             ) from error
         listener.setblocking(False)
+        address = listener.getsockname()[0]
+        if is_loopback(address) and not is_loopback(host):
+            logger.warning(
+                "the name %s is %s on this host, so that the refit's rendezvous listens where ranks of other hosts can't reach "
+                "it. If there are some, open it at an address of this host that they reach, or correct /etc/hosts",
+                host,
+                address,
+            )
         return listener
+
+
+def _remedy(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "This host can't resolve the name: give an address, by which the other ranks reach this host."
+    if error.errno == errno.EADDRINUSE:
+        return "Another process holds it; set policy.refit.port to a free port, or to 0 for any."
+    return "Give an address of this host, by which the other ranks reach it, and a port that it may open (policy.refit.port)."
 
 
 def _listen_now(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,11 @@ class RefitWorld:
 
 
 def host_identity() -> str:
-    """Names this host: its host name, and the kernel's boot id where there is one.
+    """Names this host: its host name, the kernel's boot id and the network namespace.
 
-    Containers of one host may share the boot id and differ in name. They then count as different hosts.
+    Processes of one host hand each other memory over sockets of their network namespace. Containers of one machine have the same
+    boot id, and often the same name; those with networks of their own count as different hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    boot_id = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()}/{boot_id}/{os.readlink('/proc/self/ns/net')}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...integration.colocated.memory import ProcessMemory
 from ...integration.config import RefitConfig
 from ..config.schema import TrainConfig
-from ..run.cluster import ActorGroup, gather
+from ..run.cluster import ActorGroup, gather, node_address
 from ..run.rank import RankActor, join_worlds
 from .base import PolicyBatch, PolicyConfig
 from .make import refitting_policy
@@ -51,8 +51,7 @@ class TrainerActor(RankActor):
         self._policy.load(folder)
 
     def open_refit_rendezvous(self, train_ranks: int, gen_ranks: int) -> dict[str, Any]:
-        host = ray.util.get_node_ip_address()
-        return self._policy.open_refit_rendezvous(host, train_ranks, gen_ranks)
+        return self._policy.open_refit_rendezvous(node_address(), train_ranks, gen_ranks)
 
     def init_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
         return self._policy.join_refit(rendezvous, rank, engine)
@@ -91,10 +90,18 @@ class TrainerGroup:
             env=config.ray.trainer_env,
             guest_cpus=config.ray.cpus_per_rank if colocated else 0.0,
         )
+        # Ranks write their parts of checkpoints there.
+        self._folder = Path(config.run_root).absolute() / config.name
         self._build_arguments = (policy, config.policy.refit, colocated)
 
     def start(self) -> None:
-        """Make the ranks' world and begin to build the models."""
+        """Make the ranks' world and begin to build the models.
+
+        Raises:
+            RunError: a rank failed, or its host does not have the model's or the run's folder; names it.
+        """
+        self._group.require_model(self._build_arguments[0].model_path)
+        self._group.require_files("run_root", self._folder)
         join_worlds(self._group, self.ranks, self._timeout_s, always=True)
         self._building = self._group.submit("build", *self._build_arguments)
 
@@ -141,11 +148,11 @@ class TrainerGroup:
 
     def save(self, folder: Path) -> Files:
         """Every rank writes its state into ``folder``, which all nodes must reach; what they wrote."""
-        saved: list[Files] = self._group.call("save", str(folder))
+        saved: list[Files] = self._group.call("save", str(folder.absolute()))
         return {name: written for files in saved for name, written in files.items()}
 
     def load(self, folder: Path) -> None:
-        self._group.call("load", str(folder))
+        self._group.call("load", str(folder.absolute()))
 
     def open_refit_rendezvous(self, gen_ranks: int) -> dict[str, Any]:
         """Open the meeting point on rank 0."""

@@ -12,7 +12,7 @@ from ...workers.checkpoint_folder import checkpoint_folder
 from ...workers.engines.common.completion import Completion
 from ..config.model import local_hf_config
 from ..config.schema import TrainConfig
-from ..run.cluster import ActorGroup, GuestGroup, RunError, gather
+from ..run.cluster import ActorGroup, GuestGroup, HostActor, RunError, gather
 from .base import Calls, RolloutGroup, Sampling, SleepCalls
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _NAME = "generation engine"
 _CLOSE_S = 30.0
 
 
-class EngineActor(SleepCalls):
+class EngineActor(HostActor, SleepCalls):
     """One engine with all its workers, as :class:`EngineRollouts` calls it."""
 
     @abstractmethod
@@ -76,6 +76,7 @@ class EngineRollouts(RolloutGroup):
                 python=config.ray.generation_python,
             )
         )
+        self._model_path = model_path
         hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
         self._build_arguments: list[tuple[Any, ...]] = [
             (model_path, self._arguments(config, hf_config, gpus, replica), stop_token_ids)
@@ -113,6 +114,7 @@ class EngineRollouts(RolloutGroup):
         )
 
     def start(self) -> None:
+        self._group.require_model(self._model_path)
         self._building = self._group.submit_each("build", self._build_arguments)
 
     def shutdown(self) -> None:

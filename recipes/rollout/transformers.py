@@ -78,10 +78,12 @@ class TransformersRollouts(RolloutGroup):
             if beside is None
             else GuestGroup(name, TransformersActor, beside, 1, gpus, config.ray, env=env, python=python)
         )
+        self._model_path = model_path
         fp8 = config.generation.weight_dtype == "fp8"
         self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, stop_token_ids, pad_token_id)
 
     def start(self) -> None:
+        self._group.require_model(self._model_path)
         join_worlds(self._group, self._tp, self._timeout_s, always=False)
         self._building = self._group.submit("build", *self._build_arguments)
 

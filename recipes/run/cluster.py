@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...workers.checkpoint_folder import is_hub_name
 from ..config.schema import RayConfig
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,15 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
             ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, OSError) as error:
         where = f"at {config.address}" if config.address else "on this machine"
+        token = (
+            " If Ray was started where it found a token (~/.ray/auth_token), set RAY_AUTH_MODE=token for this command, and have the "
+            "same token here."
+            if isinstance(error, ConnectionError) and os.environ.get("RAY_AUTH_MODE") != "token"
+            else ""
+        )
         raise RunError(
             f"no Ray cluster {where}: {str(error).rstrip('.')}. Give ray.address of a running cluster, or null to start one here."
+            f"{token}"
         ) from error
     try:
         yield
@@ -83,12 +92,20 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_JOINING_S).close()
 
 
+class HostActor:
+    """Base of the actors of a run, which may be on any host of the cluster."""
+
+    def has(self, path: str) -> tuple[bool, str]:
+        """Whether there is ``path`` on this actor's host, and the host's address."""
+        return Path(path).exists(), node_address()
+
+
 class ActorGroup:
     """Actors of one kind, rank by rank, in placement groups of their own.
 
     Args:
         name: what users call the ranks, e.g. ``trainer``.
-        actor: the actor's class, undecorated.
+        actor: the actor's class, undecorated; a :class:`HostActor`.
         count: number of actors.
         gpus: GPUs of each; 0 on a machine without.
         config: reservation per rank and time limits.
@@ -213,6 +230,29 @@ class ActorGroup:
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all actors and wait for all results, in the order of ranks."""
         return gather(self.submit(method, *args, **kwargs), self._timeout_s)
+
+    def require_files(self, key: str, folder: Path) -> None:
+        """Check that the hosts of all actors have a folder of the driver's host.
+
+        Args:
+            key: of the configuration, which names its place.
+            folder: an absolute path.
+
+        Raises:
+            RunError: a host does not; names the first rank there.
+        """
+        for rank, (there, host) in enumerate(self.call("has", str(folder))):
+            if not there:
+                raise RunError(
+                    f"{self.name} rank {rank} on {host} does not have {folder}, which is on the driver's host "
+                    f"({node_address()}). Nothing was trained. Put {key} on a file system that all hosts mount at "
+                    "the same path"
+                )
+
+    def require_model(self, model_path: str) -> None:
+        """As :meth:`require_files`, for the folder of a checkpoint. One of the hub is fetched where it is missing."""
+        if not is_hub_name(model_path):
+            self.require_files("model.path", Path(model_path))
 
     def shutdown(self) -> None:
         """Stop the actors and give their places back."""
@@ -362,6 +402,11 @@ def _log_of(error: RayTaskError) -> str:
     if process is None:
         return ""
     return f" (its log: /tmp/ray/session_latest/logs/worker-*-{process[1]}.err on {process[2]})"
+
+
+def node_address() -> str:
+    """Address by which Ray knows this host, without the brackets that one of IPv6 may have."""
+    return ray.util.get_node_ip_address().strip("[]")
 
 
 def free_port() -> int:

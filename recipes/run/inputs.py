@@ -17,6 +17,11 @@ from ..policy.batch import PolicyBatch
 from ..rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
 
 
+def on_all_hosts(model_path: str) -> str:
+    """A checkpoint's folder or hub name, as a process in another working directory finds it."""
+    return model_path if is_hub_name(model_path) else str(checkpoint_folder(model_path).absolute())
+
+
 class RunInputs:
     """Tokenizer, prompts and reward function of a run.
 

@@ -6,17 +6,16 @@ import logging
 import os
 from datetime import timedelta
 
-import ray
+from ...integration.control.address import joined
+from .cluster import ActorGroup, HostActor, RunError, free_port, gather, node_address
 
-from .cluster import ActorGroup, RunError, free_port, gather
 
-
-class RankActor:
+class RankActor(HostActor):
     """Base of the actors that are ranks of a ``torch.distributed`` world."""
 
     def address(self) -> tuple[str, int]:
         """Address of this node as other nodes reach it, and a free port."""
-        return ray.util.get_node_ip_address(), free_port()
+        return node_address(), free_port()
 
     def visible_gpus(self) -> str:
         """``CUDA_VISIBLE_DEVICES`` as Ray has set it for this actor, which has a GPU."""
@@ -37,6 +36,9 @@ class RankActor:
         import torch.distributed as dist
 
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(name)s rank {rank}: %(message)s")
+        if interface := interface_of(node_address()):
+            # Else gloo takes the address of the host's name, which may lead nowhere, or to a network that other hosts don't have.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         # Libraries read these beside the arguments of init_process_group.
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port)
@@ -48,11 +50,21 @@ class RankActor:
         if local_world:
             dist.init_process_group(
                 "nccl" if torch.cuda.is_available() else "gloo",
-                init_method=f"tcp://{host}:{port}",
+                init_method=f"tcp://{joined(host, port)}",
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout_s),
             )
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this host that has an address; empty if none has."""
+    import psutil  # which Ray brings along, and has on the path once it is loaded
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return ""
 
 
 def join_worlds(group: ActorGroup, size: int, timeout_s: float, *, always: bool) -> None:

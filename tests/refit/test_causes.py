@@ -115,7 +115,9 @@ def test_a_meeting_that_runs_out_names_who_is_silent_and_not_who_waits_for_it_on
     epoch.pass_time(35.0)
     epoch.notice(1, 35.1)  # its own wait ends a little later
     epoch.pass_time(36.0)
-    assert [epoch.heard[rank] for rank in (0, 2)] == [(Status.TIMEOUT, [pack_int(3)])] * 2
+    assert [epoch.heard[rank] for rank in (0, 2)] == [
+        (Status.TIMEOUT, [pack_int(3), b"generation rank 1 (refit rank 3)"])
+    ] * 2
     assert epoch.blamed(1) == {3}
 
 

@@ -19,6 +19,7 @@ class Epoch:
     transport: str
     folder: Path
     index: int
+    host: str = "127.0.0.1"  # of trainer rank 0
 
     def config(self) -> dict[str, Any]:
         return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 300.0, "verify": "full"}
@@ -41,10 +42,10 @@ class Scenario:
 TRAIN_RANKS = GEN_RANKS = 2
 
 
-def epochs(folder: Path, *ways: tuple[str, str]) -> tuple[Epoch, ...]:
+def epochs(folder: Path, *ways: tuple[str, str], host: str = "127.0.0.1") -> tuple[Epoch, ...]:
     """Epochs over the given (engine, transport) pairs; ``folder`` is theirs alone."""
     folder.mkdir()
-    return tuple(Epoch(*way, folder, index) for index, way in enumerate(ways))
+    return tuple(Epoch(*way, folder, index, host) for index, way in enumerate(ways))
 
 
 def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
@@ -83,7 +84,7 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
         worker = Trainer(RefitConfig(**epoch.config()))
         prepared = worker.prepare_nccl_xfer_refit_info()
         if rank == 0:
-            rendezvous = worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
+            rendezvous = worker.open_refit_rendezvous(epoch.host, TRAIN_RANKS, GEN_RANKS)
             tell_meeting(epoch.folder, rendezvous, epoch.index)
         manifest = worker.join_refit(epoch.meet(), rank, epoch.engine)
         records = []

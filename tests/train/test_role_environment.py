@@ -10,8 +10,10 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import pytest
+
 from rlrefit.recipes.config.load import load_config
-from rlrefit.recipes.run.cluster import ActorGroup, GuestGroup, ray_cluster
+from rlrefit.recipes.run.cluster import ActorGroup, GuestGroup, HostActor, RunError, ray_cluster
 from tests.ahead import FoundAhead, keeping_time
 from tests.ray_cluster import patient_ray
 
@@ -58,11 +60,11 @@ def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[s
     return found
 
 
-def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | None]]]:
-    """The GPUs of four hosts, and what two guests of two hosts each find in their environment."""
+def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | None]], str]:
+    """The GPUs of four hosts, what two guests of two hosts each find in their environment, and what a missing folder ends with."""
     config = load_config("grpo_tiny", [f"ray.address={ray_address}", "ray.cpus_per_rank=0.5"]).ray
 
-    class Host:
+    class Host(HostActor):
         def visible_gpus(self) -> str:
             import ray
 
@@ -78,7 +80,10 @@ def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | 
     with patient_ray(), ray_cluster(config, 4):
         hosts = ActorGroup("trainer", Host, 4, 0, config, guest_cpus=0.5)
         guests = GuestGroup("engine", Guest, hosts, 2, 1, config, env={"ROLE": "engine"})
-        found = hosts.call("visible_gpus"), guests.call("seen")
+        hosts.require_files("run_root", folder)
+        with pytest.raises(RunError) as refused:
+            hosts.require_files("run_root", folder / "of another host")
+        found = hosts.call("visible_gpus"), guests.call("seen"), str(refused.value)
         guests.shutdown()
         hosts.shutdown()
     return found
@@ -90,7 +95,7 @@ def start_roles(folder: Path) -> list[list[tuple[str | None, list[str], str]]]:
 
 
 @keeping_time
-def start_guests(folder: Path) -> tuple[list[str], list[list[str | None]]]:
+def start_guests(folder: Path) -> tuple[list[str], list[list[str | None]], str]:
     return on_shared_cluster(_guests, folder)
 
 
@@ -105,5 +110,12 @@ def test_actors_start_with_the_variables_and_the_interpreter_of_their_role(found
 
 
 def test_guests_see_the_gpus_of_their_hosts_in_order(found_ahead: FoundAhead) -> None:
-    gpus, seen = found_ahead.by(start_guests)
+    gpus, seen, _ = found_ahead.by(start_guests)
     assert seen == [[",".join(gpus[:2]), "engine"], [",".join(gpus[2:]), "engine"]]
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused_by_the_rank_and_its_key(
+    found_ahead: FoundAhead,
+) -> None:
+    *_, refused = found_ahead.by(start_guests)
+    assert all(word in refused for word in ("trainer rank 0", "of another host", "run_root"))

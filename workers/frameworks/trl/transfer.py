@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from ....integration.config import RefitConfig, records_no_steps
+from ....integration.control.world import host_identity
 from ....integration.errors import RefitError, end_all
 from ...engines.common.http_calls import STAGE, HttpCalls
 from ...engines.http_client import RefitClient
@@ -127,7 +128,7 @@ class ShardTransfer(FSDPRefitMixin):
             )
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
-        self._hosts = set(gather_object([socket.gethostname()]))
+        self._hosts = set(gather_object([host_identity()]))
 
     def update(self, met: Callable[[], None]) -> tuple[int, dict[str, Any]]:
         """Bring the server to the next version; a collective of all ranks.
