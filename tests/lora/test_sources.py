@@ -19,6 +19,9 @@ from rlrefit.workers.trainers.low_rank import Delta, Part, merge
 from tests.as_sent import as_sent
 from tests.fsdp.models import smallest
 from tests.refit.synthetic import run_world
+from tests.spawn import run_ranks
+
+from .ranks import prepare_unevenly
 
 _PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
 _WIDE = {
@@ -106,6 +109,17 @@ def test_disabled_adapters_leave_the_base_model_and_merged_ones_are_not_added_tw
     layer.enable_adapters(False)
     with pytest.raises(RefitError, match="merged into the weight and disabled at once"):
         source.prepare()
+
+
+def test_ranks_that_would_gather_different_factors_or_wait_for_one_that_failed_all_say_so() -> None:
+    first, second = run_ranks(prepare_unevenly, 2, timeout_s=60.0)
+    for told in (first, second):
+        assert told["alike"] == told["none on both"] == ""
+        assert "different adapters at work" in told["another layer on each"]
+        assert "different adapters at work" in told["scaled on rank 0"]
+    alone = "merged and disabled on rank 1"
+    assert "rank 1 of the trainer" in first[alone]
+    assert "merged into the weight and disabled at once" in second[alone]
 
 
 def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
