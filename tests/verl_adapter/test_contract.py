@@ -336,6 +336,23 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
         assert part in str(error.value)
 
 
+def test_an_adapter_that_is_not_merged_is_refused_and_full_tensors_are_not_named_in_its_place() -> None:
+    asked = {
+        "actor": {"strategy": "fsdp2"},
+        "rollout": {"name": "vllm", "dtype": "bfloat16", "engine_kwargs": {"vllm": EXTENDED}},
+        "model": {"lora": {"rank": 8}},
+    }
+    engine = SimpleNamespace(module=None, is_param_offload_enabled=False)
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked))
+    for refused in (
+        lambda: source_of(worker, RefitConfig()),
+        lambda: NcclXferCheckpointEngine(1 << 20, timeout_s=1.0, verify="off").introduce(worker),
+    ):
+        with pytest.raises(RefitError, match=r"lora\.merge=true") as error:
+            refused()
+        assert "backend=nccl_xfer" not in str(error.value)
+
+
 def test_a_megatron_engine_is_asked_which_of_its_kinds_it_is() -> None:
     engine = SimpleNamespace(module=None, is_param_offload_enabled=False, bridge=None, vanilla_bridge=True)
     rollout = {
