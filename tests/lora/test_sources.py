@@ -134,6 +134,25 @@ def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
             source.prepare()
 
 
+def test_layers_and_factors_that_an_adapter_put_in_later_end_the_refit() -> None:
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.fragments()
+    model.add_adapter("default 2", LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(RefitError, match="v_proj") as refused:
+        source.prepare()
+    assert refused.value.stage == "bind"
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.fragments()
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(init_lora_weights=False, **_PLAIN))
+    model.set_adapter("default")
+    with pytest.raises(RefitError, match="lora_A") as refused:
+        source.prepare()
+    assert refused.value.stage == "bind"
+
+
 def test_another_copy_of_a_trained_module_ends_the_refit() -> None:
     model = _adapted(_WIDE)
     source = FSDPSource(model)

@@ -77,6 +77,7 @@ class MergedShards:
 
         def applied() -> str:
             ready()
+            self._factors.require_same_places()
             return ", ".join(
                 f"{target.path}: {' + '.join(f'{a} * {target.layer.scaling[a]}' for a in target.applied()) or 'none'}"
                 for target in self._targets.values()

@@ -123,7 +123,6 @@ class FSDPSource:
         return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
 
     def _require_ready(self) -> None:
-        self._require_memory()
         if self._adapters is not None:
             self._adapters.require_same_modules()
         elif has_adapters(self._model):
@@ -132,6 +131,8 @@ class FSDPSource:
                 "get its weights without them. Nothing was sent. Prepare the refit again, with a new source",
                 stage="export",
             )
+        self._kept.require_same_places()
+        self._require_memory()
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, but a return that runs out of memory brings some of them."""
