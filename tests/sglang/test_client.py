@@ -152,6 +152,21 @@ def test_an_address_with_a_secret_is_refused_without_telling_it(user: str, end: 
     assert "hidden" not in str(refused.value)
 
 
+def test_the_key_goes_through_no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(RefitTimeout, match=url):
+                RefitClient(url, api_key="key", timeout_s=0.2)
+            server.settimeout(5.0)
+            caller, _ = server.accept()
+            with caller:
+                assert b"Bearer key" in caller.recv(4096)
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_nothing_is_asked_where_a_server_redirects_to(status: int, method: str) -> None:

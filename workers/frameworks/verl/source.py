@@ -27,9 +27,15 @@ class FSDPSide(FSDPRefitMixin):
     """
 
     def __init__(self, engine: Any, config: RefitConfig, dtype: torch.dtype):
-        self.model = engine.module
+        self._engine = engine
         self.refit_config = config
         self.refit_dtype = dtype
+
+    @property
+    def model(self) -> torch.nn.Module:  # type: ignore[override]
+        """The engine's own at the moment."""
+        model: torch.nn.Module = self._engine.module
+        return model
 
 
 class MegatronSide(MegatronRefitMixin):
@@ -41,9 +47,19 @@ class MegatronSide(MegatronRefitMixin):
     """
 
     def __init__(self, engine: Any, config: RefitConfig):
-        self.model = engine.module
-        self.bridge = engine.bridge
+        self._engine = engine
         self.refit_config = config
+
+    @property
+    def model(self) -> list[torch.nn.Module]:  # type: ignore[override]
+        """The engine's own at the moment."""
+        model: list[torch.nn.Module] = self._engine.module
+        return model
+
+    @property
+    def bridge(self) -> Any:
+        """As :attr:`model`."""
+        return self._engine.bridge
 
 
 def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
