@@ -135,7 +135,7 @@ def test_a_server_that_was_restarted_is_met_anew(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://localhost:8000", "http://", "http://localhost:port"]
+    "url", ["localhost:8000", "ftp://localhost:8000", "http://", "http://localhost:port", "http://[::1"]
 )
 def test_what_is_no_servers_address_is_refused(url: str) -> None:
     with pytest.raises(RefitError, match="http://host:8000") as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -126,17 +127,16 @@ class HttpCalls:
 
 
 def _require_address(url: str) -> str:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # of the port or of an IPv6 address
         known = False
-    secret = "@" in parts.netloc or parts.query or parts.fragment
-    if secret or not known:
-        # Not shown where it may hold a password.
-        shown = f"what is given for {parts.hostname} holds more than that" if secret else repr(url)
+    # A user and a password, a query or a fragment, which errors would show.
+    if not known or any(mark in url for mark in "@?#"):
+        shown = re.sub(r"(?<=//).*@|[?#].*", "…", url)
         raise RefitError(
-            f"url: {shown}, and the address of a server is as http://host:8000. Give that alone, and a key as api_key",
+            f"url: {shown!r} is not the address of a server alone, as http://host:8000 is. Give that, and a key as api_key",
             stage="settings",
         )
     return url.rstrip("/")
