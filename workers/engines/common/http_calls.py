@@ -134,7 +134,7 @@ def _require_address(url: str) -> str:
         known = False
     # A user and a password, a query or a fragment, which errors would show.
     if not known or any(mark in url for mark in "@?#"):
-        shown = re.sub(r"(?<=//).*@|[?#].*", "…", url)
+        shown = re.sub(r".*@|[?#].*", "…", url)
         raise RefitError(
             f"url: {shown!r} is not the address of a server alone, as http://host:8000 is. Give that, and a key as api_key",
             stage="settings",
