@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import cast
+from operator import index
+from typing import SupportsIndex, cast
 
 import torch
 
@@ -196,13 +197,14 @@ class RefitSession:
         """Move all weights once and commit ``version`` on all ranks.
 
         Args:
-            version: number of these weights; the same on all ranks.
+            version: number of these weights, a whole one from 0 on; the same on all ranks.
             timeline: whether the record carries every interval of every stage.
             before: called before the ranks meet: its error ends the refit on all of them, with nothing written.
 
         Raises:
             RefitMismatch: the ranks were asked for different versions, or a weight is not any more what they agreed on;
                 raised on every rank, with nothing written.
+            RefitError: ``version`` is no such number; nothing was written.
             RefitError: any failure on this rank, or ``PeerLost`` with another rank's reason. Engines that may have
                 been written stay dirty. One that holds the version may refuse to serve it, since it did not hear that it
                 committed; a refit in a new epoch heals it.
@@ -215,6 +217,7 @@ class RefitSession:
                 rank=self.world.rank,
             )
         try:
+            version = _whole_number(version, self.world.rank)
             if before is not None:
                 before()
             return self._refit(version, timeline)
@@ -458,6 +461,22 @@ def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> No
         stage="settings",
         rank=world.rank,
     )
+
+
+def _whole_number(version: object, rank: int) -> int:
+    """A version as Python's own integer, of NumPy's or a tensor too: records and messages hold no other."""
+    try:
+        number = -1 if isinstance(version, bool) else index(cast(SupportsIndex, version))
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise RefitError(
+            f"the version is {version!r}, and no whole number from 0 on, by which weights are told apart. Nothing was written; give the "
+            "trainer's step",
+            stage="handshake",
+            rank=rank,
+        )
+    return number
 
 
 def _memory_mark(device: torch.device) -> int:

@@ -36,7 +36,7 @@ from .run.checkpoint import CheckpointStore
 from .run.cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
 from .run.colocated import ColocatedRefits
 from .run.display import RunDisplay
-from .run.files import MetricsFile, keep_json_lines, write_whole
+from .run.files import FolderInUse, MetricsFile, alone_in, keep_json_lines, write_whole
 from .run.inputs import RunInputs, on_all_hosts
 from .run.report import write_report
 from .terminal import under_way
@@ -64,7 +64,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         ConfigError: all that is wrong with the model, its checkpoint, the data, the reward function and the run's name, or
             a folder that can't be written. Nothing has been started.
         RewardError: the reward function failed; names the record.
-        RunError: a rank or resource failed; names it.
+        RunError: a rank or resource failed, or another run has the folder; names it.
         Interrupted: stopped by the user; says what is saved.
     """
     if used := [violation.text for violation in name_violations(config)]:
@@ -73,8 +73,26 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     with _told_where_it_writes(config):
         model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
     inputs = RunInputs(config, model_path)
+    with ExitStack() as held:
+        try:
+            with _told_where_it_writes(config):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(alone_in(folder))
+        except FolderInUse as error:
+            raise RunError(str(error)) from error
+        return _train_in(folder, config, model_path, inputs, console, refits)
+
+
+def _train_in(
+    folder: Path,
+    config: TrainConfig,
+    model_path: str,
+    inputs: RunInputs,
+    console: Console,
+    refits: Callable[..., Refits] | None,
+) -> Path:
+    """As :func:`train`, in a folder that no other run has."""
     with _told_where_it_writes(config):
-        folder.mkdir(parents=True, exist_ok=True)
         store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
     resumed = _resume(store, config.resume, console)
     first_step = resumed.step + 1 if resumed else 1

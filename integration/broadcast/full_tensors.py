@@ -391,7 +391,18 @@ class BucketSender:
             await self._flush(last=False)
 
     async def end(self) -> None:
-        """Send what is left, and wait until all has left."""
+        """Send what is left, and wait until all has left.
+
+        Raises:
+            RefitMismatch: nothing came, and the engines would keep what they have as a new version.
+        """
+        if not self._names:
+            raise RefitMismatch(
+                "the trainer's export yields no weight: it was drawn before, perhaps. Nothing was sent, and the engines hold what they "
+                "held",
+                stage="export",
+                rank=self._messages.rank,
+            )
         await self._flush(last=True)
         await self._drain()
 

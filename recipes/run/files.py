@@ -1,18 +1,62 @@
-"""Files of a run: metrics and records as JSON lines, and whole files that appear at once or not at all."""
+"""Files of a run: its folder for one run alone, metrics and records as JSON lines, and whole files that appear at once or not at
+all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _unwritable: set[Path] = set()
+# What file systems answer that know no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+class FolderInUse(RuntimeError):
+    """Another run writes into the folder; the text says which process."""
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep a run's folder to this process. The lock ends with it, however it ends.
+
+    Two runs would remove each other's unfinished checkpoints and mix their metrics: one that was submitted again, say, while the
+    first one goes on behind a broken network.
+
+    Raises:
+        FolderInUse: another process has it.
+        OSError: the folder takes no file.
+    """
+    with (folder / ".in_use").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise FolderInUse(
+                f"{folder} is in use by another run, {file.read().strip() or 'a process that has not said its name'}; wait for its "
+                "end or stop it, or give this run another name. Nothing was started, and nothing there was changed"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning(
+                "the file system of %s has no locks (%s): see that no second run has this folder",
+                folder,
+                error,
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def write_whole(path: Path, text: str) -> None:

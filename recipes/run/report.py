@@ -65,8 +65,11 @@ def _rewards(axis: Any, rows: Rows) -> None:
 
 
 def _divergence(axis: Any, rows: Rows) -> None:
-    axis.plot(*_series(rows, "generation_kl"), _MARKED, color="tab:red")
-    axis.set(title="Generation KL (engine against trainer)", ylabel="KL per token in nats", yscale="log")
+    steps, values = _series(rows, "generation_kl")
+    axis.plot(steps, values, _MARKED, color="tab:red")
+    # A logarithm has no place for values that are all 0, as where both sides compute alike.
+    scale = "log" if max(values, default=0.0) > 0 else "linear"
+    axis.set(title="Generation KL (engine against trainer)", ylabel="KL per token in nats", yscale=scale)
 
 
 def _stacked(axis: Any, rows: Rows, stages: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,42 @@ def test_a_storage_that_moves_changes_the_key_and_the_next_fragments() -> None:
     assert source.storage_key() != before
     fragment = next(f for f in source.fragments()[0] if f.name == "lm_head.weight")
     assert fragment.view.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+def _replaced(model: Any) -> None:
+    model.lm_head = copy.deepcopy(model.lm_head)
+
+
+def _moved(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
+def _untied(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "tied", "named"),
+    [
+        (_replaced, False, "lm_head.weight"),
+        (_moved, False, "model.layers.0.self_attn.k_proj.weight"),
+        (_untied, True, "model.embed_tokens.weight"),
+    ],
+)
+def test_a_model_that_computes_with_other_modules_than_are_read_ends_the_refit(
+    change: Callable[[Any], None], tied: bool, named: str
+) -> None:
+    model = smallest(tie_word_embeddings=tied)
+    source = FSDPSource(model)
+    model.model.layers[0].mlp.dropout = torch.nn.Dropout()  # which has no weights
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    source.prepare()
+    change(model)
+    with pytest.raises(RefitError) as refused:
+        source.prepare()
+    assert (refused.value.stage, refused.value.parameter) == ("bind", named)
+    FSDPSource(model).prepare()
 
 
 def test_what_is_not_its_parameters_alone_is_refused() -> None:

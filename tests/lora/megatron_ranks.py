@@ -75,6 +75,7 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
     """What sources say of models that can't be refitted, or can't be any more."""
     from megatron.bridge.peft.dora import DoRA
     from megatron.bridge.peft.lora import LoRA
+    from megatron.core import parallel_state
 
     from rlrefit.integration.errors import RefitError
     from rlrefit.workers.trainers.megatron.adapter_source import AdapterSource
@@ -100,6 +101,9 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
     wrappers = [m for chunk in model for m in chunk.modules() if hasattr(m, "disable_adapter_layers")]
     wrappers[0].disable_adapter_layers()
     found["disabled"] = told(source.prepare)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        wrappers[0].enable_adapter_layers()
+    found["disabled elsewhere"] = told(source.prepare)
     wrappers[0].enable_adapter_layers()
     wrappers[0].adapter.alpha = 1
     found["other scaling"] = told(source.prepare)

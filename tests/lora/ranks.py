@@ -189,6 +189,46 @@ def _against_peft(
     ]
 
 
+def prepare_unevenly(rank: int) -> dict[str, str]:
+    """What a source of two ranks says, by what is done on which of them alone; nothing where it is prepared."""
+    from peft import LoraConfig, get_peft_model
+
+    from rlrefit.integration.errors import RefitError
+    from rlrefit.workers.trainers.fsdp.source import FSDPSource
+    from tests.fsdp.models import smallest
+
+    torch.manual_seed(3)
+    config = LoraConfig(init_lora_weights=False, target_modules=["q_proj"])
+    peft = get_peft_model(smallest(num_hidden_layers=2), config)
+    layout = Layout(2)
+    source = FSDPSource(shard(peft, layout, mesh_of(layout)))
+    source.fragments()
+    queries = [layer.self_attn.q_proj for layer in peft.base_model.model.model.layers]
+
+    def prepared() -> str:
+        try:
+            source.prepare()
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    found = {"alike": prepared()}
+    queries[rank].enable_adapters(False)  # as many factors are gathered on both ranks, of different layers
+    found["another layer on each"] = prepared()
+    queries[1 - rank].enable_adapters(False)
+    found["none on both"] = prepared()
+    if rank == 1:
+        queries[0].merged_adapters.append("default")
+    found["merged and disabled on rank 1"] = prepared()
+    queries[0].merged_adapters.clear()
+    for layer in queries:
+        layer.enable_adapters(True)
+    if rank == 0:
+        queries[0].scaling["default"] *= 2
+    found["scaled on rank 0"] = prepared()
+    return found
+
+
 def serve(rank: int, cases: Sequence[Case]) -> list[Report]:
     return [_serve(rank, case) for case in cases]
 

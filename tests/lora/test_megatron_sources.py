@@ -98,6 +98,7 @@ def test_an_adapter_that_bridge_splits_in_another_way_than_its_weight_goes_throu
         ("dora", "is no plain LoRA"),
         ("expert tensor parallelism", "expert_tensor_parallel_size=1"),
         ("disabled", "adapters are disabled"),
+        ("disabled elsewhere", "rank 1 of the trainer can't send"),
         ("other scaling", "other ranks or scalings"),
         ("trained beside", "are no factors"),
     ],

@@ -19,6 +19,9 @@ from rlrefit.workers.trainers.low_rank import Delta, Part, merge
 from tests.as_sent import as_sent
 from tests.fsdp.models import smallest
 from tests.refit.synthetic import run_world
+from tests.spawn import run_ranks
+
+from .ranks import prepare_unevenly
 
 _PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
 _WIDE = {
@@ -108,6 +111,17 @@ def test_disabled_adapters_leave_the_base_model_and_merged_ones_are_not_added_tw
         source.prepare()
 
 
+def test_ranks_that_would_gather_different_factors_or_wait_for_one_that_failed_all_say_so() -> None:
+    first, second = run_ranks(prepare_unevenly, 2, timeout_s=60.0)
+    for told in (first, second):
+        assert told["alike"] == told["none on both"] == ""
+        assert "different adapters at work" in told["another layer on each"]
+        assert "different adapters at work" in told["scaled on rank 0"]
+    alone = "merged and disabled on rank 1"
+    assert "rank 1 of the trainer" in first[alone]
+    assert "merged into the weight and disabled at once" in second[alone]
+
+
 def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
     for late, base in (("an adapter 'late'", _adapted(_PLAIN)), ("adapters", _base())):
         source = FSDPSource(base)
@@ -118,6 +132,25 @@ def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
             base.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
         with pytest.raises(RefitError, match=f"{late} that it had not"):
             source.prepare()
+
+
+def test_layers_and_factors_that_an_adapter_put_in_later_end_the_refit() -> None:
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.fragments()
+    model.add_adapter("default 2", LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(RefitError, match="v_proj") as refused:
+        source.prepare()
+    assert refused.value.stage == "bind"
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.fragments()
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(init_lora_weights=False, **_PLAIN))
+    model.set_adapter("default")
+    with pytest.raises(RefitError, match="lora_A") as refused:
+        source.prepare()
+    assert refused.value.stage == "bind"
 
 
 def test_another_copy_of_a_trained_module_ends_the_refit() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -60,6 +62,29 @@ def test_three_changed_refits_land_bit_for_bit_and_commit(engine: str, transport
     if engine == "nccl_xfer":
         assert record.bytes_bulk == record.bytes_kept - 4 * 6 * 2
         assert record.bytes_verified > 0
+
+
+@pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3)])
+def test_a_version_of_another_kind_of_integer_is_pythons_in_state_and_records(version: Any) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        record = session.refit(version)
+        return json.loads(json.dumps(record.to_json()))["version"], session.state.version
+
+    results = run_world(*world(1), body)
+    assert [told for told, _ in results] == [3] * 3
+    assert [type(served) for _, served in results] == [int] * 3
+    assert results[-1][1] == 3
+
+
+@pytest.mark.parametrize("version", [1.0, -1, "7", None, True])
+def test_a_version_that_is_no_whole_number_is_refused_with_nothing_written(version: Any) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        return ended(session, version), session.state.dirty, session.state.version
+
+    for error, dirty, served in run_world(*world(1), body):
+        assert isinstance(error, RefitError)
+        assert error.stage == "handshake"
+        assert (dirty, served) == (False, -1)
 
 
 @given(

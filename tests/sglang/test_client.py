@@ -19,6 +19,7 @@ import pytest
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.integration.session import RefitSession
+from rlrefit.workers.engines.common.http_calls import HttpCalls
 from rlrefit.workers.engines.http_client import RefitClient
 
 from .engine_double import EngineDouble, ManagerDouble, equal, weights
@@ -133,11 +134,67 @@ def test_a_server_that_was_restarted_is_met_anew(scene: Scene) -> None:
     scene.refit(1, 0)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost:8000", "http://"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://localhost:8000", "http://", "http://localhost:port", "http://[::1"]
+)
 def test_what_is_no_servers_address_is_refused(url: str) -> None:
     with pytest.raises(RefitError, match="http://host:8000") as refused:
         RefitClient(url)
     assert refused.value.stage == "settings"
+
+
+@pytest.mark.parametrize("end", ["?key=hidden", "/#hidden"])
+@pytest.mark.parametrize("user", ["", "me:hidden@"])
+def test_an_address_with_a_secret_is_refused_without_telling_it(user: str, end: str) -> None:
+    with pytest.raises(RefitError, match="localhost") as refused:
+        RefitClient(f"http://{user}localhost:8000{end}")
+    assert refused.value.stage == "settings"
+    assert "hidden" not in str(refused.value)
+
+
+def test_the_key_goes_through_no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(RefitTimeout, match=url):
+                RefitClient(url, api_key="key", timeout_s=0.2)
+            server.settimeout(5.0)
+            caller, _ = server.accept()
+            with caller:
+                assert b"Bearer key" in caller.recv(4096)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_nothing_is_asked_where_a_server_redirects_to(status: int, method: str) -> None:
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header(
+                "Location", f"http://me:hidden@127.0.0.1:{self.server.server_port}/login?key=hidden"
+            )
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        calls = HttpCalls(f"http://127.0.0.1:{server.server_port}", api_key="key")
+        with pytest.raises(RefitError, match=f"127.0.0.1:{server.server_port}/login") as refused:
+            calls.ask(method, "/pause", {} if method == "POST" else None)
+        server.shutdown()
+    assert asked == ["/pause"]
+    assert "hidden" not in str(refused.value)
 
 
 def test_a_server_that_is_not_there_or_does_not_answer_is_named() -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.loop import TrainingLoop
 from rlrefit.recipes.run.checkpoint import CheckpointStore
 from rlrefit.recipes.run.cluster import RunError
-from rlrefit.recipes.run.files import MetricsFile, append_json_lines, read_json_lines
+from rlrefit.recipes.run.files import FolderInUse, MetricsFile, alone_in, append_json_lines, read_json_lines
+from rlrefit.recipes.train import train
 from rlrefit.workers.trainers.durable import HashedFile, Written
 
 
@@ -46,6 +52,43 @@ def test_a_state_that_finds_the_disk_full_says_so_and_where() -> None:
     with pytest.raises(OSError) as told, HashedFile(Path("/dev/full")) as file:
         torch.save({"weight": torch.zeros(1 << 16)}, file)
     assert (told.value.errno, told.value.filename) == (errno.ENOSPC, "/dev/full")
+
+
+def test_a_folder_is_one_runs_alone_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
+    hold = (
+        "import sys, time; from pathlib import Path; from rlrefit.recipes.run.files import alone_in\n"
+        "with alone_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(FolderInUse, match=f"process {holder.pid} on "), alone_in(tmp_path):
+            pass
+        holder.kill()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_run_whose_folder_another_one_has_starts_nothing_and_leaves_it_as_it_is(tmp_path: Path) -> None:
+    config = load_config("grpo_tiny", [f"run_root={tmp_path}", "name=again", "resume=true"])
+    folder = tmp_path / "again"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with alone_in(folder), pytest.raises(RunError, match=f"{folder} is in use by another run"):
+        train(config, Console(file=io.StringIO()))
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_file_system_without_locks_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with alone_in(tmp_path):
+        assert str(tmp_path) in caplog.text
 
 
 class _Steps(TrainingLoop):

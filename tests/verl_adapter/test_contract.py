@@ -38,7 +38,7 @@ from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngin
 from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
 from rlrefit.workers.frameworks.verl.options import EXTENSION
 from rlrefit.workers.frameworks.verl.served import asked_violations, served_violations
-from rlrefit.workers.frameworks.verl.source import source_of
+from rlrefit.workers.frameworks.verl.source import FSDPSide, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -334,6 +334,35 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
         *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),
     ):
         assert part in str(error.value)
+
+
+def test_an_adapter_that_is_not_merged_is_refused_and_full_tensors_are_not_named_in_its_place() -> None:
+    asked = {
+        "actor": {"strategy": "fsdp2"},
+        "rollout": {"name": "vllm", "dtype": "bfloat16", "engine_kwargs": {"vllm": EXTENDED}},
+        "model": {"lora": {"rank": 8}},
+    }
+    engine = SimpleNamespace(module=None, is_param_offload_enabled=False)
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked))
+    for refused in (
+        lambda: source_of(worker, RefitConfig()),
+        lambda: NcclXferCheckpointEngine(1 << 20, timeout_s=1.0, verify="off").introduce(worker),
+    ):
+        with pytest.raises(RefitError, match=r"lora\.merge=true") as error:
+            refused()
+        assert "backend=nccl_xfer" not in str(error.value)
+
+
+def test_an_engine_that_builds_its_model_anew_is_not_refitted_from_the_old_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(module=model)
+    side = FSDPSide(engine, RefitConfig(), torch.bfloat16)
+    before = side._prepared_source()
+    assert side._prepared_source() is before
+    engine.module = torch.nn.Linear(2, 2)
+    assert side.model is engine.module
+    ((weight, _), _) = side._prepared_source().fragments()
+    assert weight.view.data_ptr() == engine.module.weight.data_ptr()
 
 
 def test_a_megatron_engine_is_asked_which_of_its_kinds_it_is() -> None:

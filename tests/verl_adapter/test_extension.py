@@ -141,6 +141,7 @@ def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes
     source = SyntheticSource([spec], {"w": [((0, 4),)]})
     server = open_rendezvous("127.0.0.1", 1, 1)
     order = Order(server.rendezvous.to_json(), 1, 1, 1, asdict(config), None)
+    assert server.rendezvous.token not in repr(order)
     thread = threading.Thread(target=worker._refit_as_ordered, args=(order,), daemon=True)
     thread.start()
 

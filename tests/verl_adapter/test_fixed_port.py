@@ -12,6 +12,7 @@ import pytest
 import ray
 import torch
 
+from rlrefit.workers.frameworks.verl import full_tensors
 from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngine
 from tests.spawn import free_port
@@ -20,6 +21,11 @@ from tests.spawn import free_port
 @pytest.fixture(autouse=True)
 def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    async def no_actor_here() -> None:
+        pass
+
+    monkeypatch.setattr(full_tensors, "meet_own_actor", no_actor_here)
 
 
 def places_of(engines: Sequence[Any]) -> list[dict[str, Any]]:

@@ -80,9 +80,7 @@ def receiving(
     return receive
 
 
-@pytest.mark.parametrize(
-    "weights", [TENSORS, [], [("none", torch.empty(0, 4))], [("one", torch.tensor(2.0))]]
-)
+@pytest.mark.parametrize("weights", [TENSORS, [("none", torch.empty(0, 4))], [("one", torch.tensor(2.0))]])
 def test_the_loader_may_keep_what_it_gets_and_every_byte_can_be_checked(weights: Weights) -> None:
     sent, *received = run_epoch(sending(weights), receiving(), receiving(), verify="full")
     for found, record in received:
@@ -90,6 +88,15 @@ def test_the_loader_may_keep_what_it_gets_and_every_byte_can_be_checked(weights:
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, weights, strict=True))
         size = sum(tensor.nbytes for _, tensor in weights)
         assert record.bytes_verified == record.bytes_misc == sent.bytes_misc == size
+
+
+def test_an_export_of_nothing_is_no_new_version() -> None:
+    sent, *received = run_epoch(sending([]), receiving(), receiving())
+    assert isinstance(sent, RefitMismatch)
+    assert sent.stage == "export"
+    for found in received:
+        assert isinstance(found, RefitError)
+        assert "yields no weight" in str(found)
 
 
 def test_bytes_that_change_on_the_wire_are_not_handed_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutMode
 
@@ -255,3 +256,20 @@ def test_engines_that_validation_wakes_have_the_version_of_the_update_before(
         manager.update_weights(step)
         assert workers.asked == UPDATE + ENDED  # which tell the servers step 7
         workers.asked.clear()
+
+
+def test_replicas_that_verl_updates_itself_have_the_version_of_the_update_before_too(
+    workers: Workers, manager: RefitCheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers.replica.rollout_mode = RolloutMode.STANDALONE
+    workers.replica.config.data_parallel_size = 2
+    told = []
+
+    async def by_verl(self: CheckpointEngineManager, global_steps: int | None = None) -> dict[str, float]:
+        told.append(global_steps)
+        return {}
+
+    monkeypatch.setattr(CheckpointEngineManager, "update_weights", by_verl)
+    for step in (7, None):
+        manager.update_weights(step)
+    assert told == [7, 7]

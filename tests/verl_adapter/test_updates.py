@@ -16,6 +16,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from rlrefit.integration.errors import RefitError
 from tests.odd_weights import SPECS
 from tests.ray_cluster import warm_cluster
 from tests.spawn import free_port
@@ -131,3 +132,17 @@ def test_a_rollout_worker_killed_in_an_update_ends_it_and_the_rest_goes_on(fleet
     fleet.update(manager, 8)
     assert fleet.wrong(2, 8) == []
     assert fleet.ask(2, "version") == 8
+
+
+def test_actors_whose_adapter_no_engine_would_get_say_so_and_update_nothing(fleet: Fleet) -> None:
+    manager = fleet.manager(2)
+    fleet.actors.adapt(merge=False)
+    start = time.monotonic()
+    with pytest.raises(RefitError, match=r"lora\.merge=true"):
+        fleet.update(manager, 9)
+    assert time.monotonic() - start < TIMEOUT_S
+    assert fleet.wrong(2, 9) == list(SPECS)
+    assert fleet.ask(2, "version") == 8
+    fleet.actors.adapt(merge=True)
+    fleet.update(manager, 10)
+    assert fleet.wrong(2, 10) == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -49,7 +50,12 @@ class Actor(Worker):
         dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
         self.engine = Shards()
         import_external_libs(config.custom_backend_module)
-        self.checkpoint_engine = CheckpointEngineRegistry.new(
+        self._engine_config = config
+        self.checkpoint_engine = self._made_engine()
+
+    def _made_engine(self) -> Any:
+        config = self._engine_config
+        return CheckpointEngineRegistry.new(
             config.backend,
             is_master=self.rank == 0,
             bucket_size=config.update_weights_bucket_megabytes << 20,
@@ -69,6 +75,13 @@ class Actor(Worker):
     def train(self, version: int) -> None:
         """Change all weights."""
         self.engine.version = version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def adapt(self, merge: bool) -> None:
+        """Have an adapter in the model's settings, and a checkpoint engine that has sent nothing yet."""
+        self.actor = self.engine
+        self.config = OmegaConf.create({"model": {"lora_rank": 8, "lora": {"merge": merge}}})
+        self.checkpoint_engine = self._made_engine()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def exported(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from ....integration.errors import RefitError, RefitTimeout
 
 # Of the errors of a call that got no answer, or one that is no worker's.
 STAGE = "http"
+_REDIRECTIONS = (301, 302, 303, 307, 308)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,15 @@ class HttpAnswer:
         return str(found.get("message", found) if isinstance(found, dict) else found) or "without a reason"
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirection as the answer: urllib would send the key to where it leads, and GET what was to be POSTed."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 class HttpCalls:
-    """Calls one server.
+    """Calls one server, directly, and none that it redirects to.
 
     Args:
         url: of the server, ``http://host:port``.
@@ -45,17 +54,14 @@ class HttpCalls:
         timeout_s: how long the server may keep a call waiting for its next byte.
 
     Raises:
-        RefitError: ``url`` is not one of a server.
+        RefitError: ``url`` is not one of a server, or holds what would be a secret in the text of errors.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RefitError(
-                f"url: {url!r} is not the address of a server, as http://host:8000 is", stage="settings"
-            )
-        self.url = url.rstrip("/")
+        self.url = _require_address(url)
         self.timeout_s = timeout_s
+        # Not by the environment's proxies either: the server's workers reach the trainer without one, and what is asked holds secrets.
+        self._opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -79,7 +85,7 @@ class HttpCalls:
             timeout_s: of this call.
 
         Raises:
-            RefitError: the server can't be reached, or ended before it had answered.
+            RefitError: the server can't be reached, redirects to another address, or ended before it had answered.
             RefitTimeout: no answer.
         """
         name = name or f"{method} {path}"
@@ -88,9 +94,11 @@ class HttpCalls:
         request = urllib.request.Request(self.url + path, body, self._headers, method=method)
         try:
             try:
-                with urllib.request.urlopen(request, timeout=limit_s) as response:
+                with self._opener.open(request, timeout=limit_s) as response:
                     return HttpAnswer(response.status, _read(response.read()))
             except urllib.error.HTTPError as error:  # an answer too, and its end may be missing as well
+                if error.code in _REDIRECTIONS:
+                    raise self._redirected(name, error) from error
                 return HttpAnswer(error.code, _read(error.read()) or {"message": error.reason})
         except TimeoutError as error:
             raise RefitTimeout(
@@ -106,6 +114,32 @@ class HttpCalls:
                 "are not served",
                 stage=STAGE,
             ) from error
+
+    def _redirected(self, name: str, error: urllib.error.HTTPError) -> RefitError:
+        to = urlsplit(error.headers.get("Location", ""))
+        where = to._replace(netloc=to.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        return RefitError(
+            f"the server at {self.url} answered {name} with {error.code}, which leads to {where}. Nothing was "
+            "asked there: it would get the API key and the rendezvous' token. Give the address of the server itself, without what "
+            "redirects to it",
+            stage=STAGE,
+        )
+
+
+def _require_address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port or of an IPv6 address
+        known = False
+    # A user and a password, a query or a fragment, which errors would show.
+    if not known or any(mark in url for mark in "@?#"):
+        shown = re.sub(r".*@|[?#].*", "…", url)
+        raise RefitError(
+            f"url: {shown!r} is not the address of a server alone, as http://host:8000 is. Give that, and a key as api_key",
+            stage="settings",
+        )
+    return url.rstrip("/")
 
 
 def _read(data: bytes) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class _Order:
     """What the main process has all ranks do: refit ``version``, and join ``rendezvous`` before it, unless that is None."""
 
     version: int
-    rendezvous: dict[str, Any] | None = None
+    rendezvous: dict[str, Any] | None = field(default=None, repr=False)  # it holds the token
     dtype: torch.dtype | None = None
 
 

@@ -141,6 +141,20 @@ def require_supported_actor(worker: Any) -> None:
     )
 
 
+def require_known_model(worker: Any) -> None:
+    """Check that an actor says what its model is, which full tensors alone need to know of it.
+
+    Raises:
+        UnsupportedVerl: names the version.
+    """
+    _require(
+        [] if _has(worker, "config.model") else ["its actor has no config.model"],
+        "full tensors, which are",
+        "Nothing was sent",
+        "set checkpoint_engine.backend to one of verl's own",
+    )
+
+
 def _has(owner: Any, path: str) -> bool:
     for name in path.split("."):
         if not hasattr(owner, name):

@@ -18,7 +18,6 @@ first one of a replica gives it to SGLang's server. verl's manager and its worke
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from verl.checkpoint_engine import base as verl_base
 
@@ -36,7 +34,7 @@ from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
 from ...trainers.source_mixin import SourceRefitMixin
 from .contract import require_supported
-from .epochs import EpochEngine, metrics_of
+from .epochs import EpochEngine, discard, meet_own_actor, metrics_of
 from .options import BACKEND, ShardOptions
 from .orders import ORDER, Order
 from .source import source_of
@@ -145,7 +143,7 @@ class ShardCheckpointEngine(EpochEngine):
             RefitError: and its kinds; verl then leaves the engines paused.
         """
         self._close_listener()
-        await _discard(weights)
+        await discard(weights)
         if self._source is None:
             await self._meet_own_source()
         return self._arrive(await self._in_thread(self._refit, 0 if global_steps is None else global_steps))
@@ -173,7 +171,7 @@ class ShardCheckpointEngine(EpochEngine):
         self._fulfilled = False
         self._ordered = 0 if global_steps is None else global_steps
         if not self._knows_rollout:
-            await _meet_own_actor()
+            await meet_own_actor()
         meeting, self._meeting = self._meeting, None
         order = Order(
             None if meeting is None else meeting.to_json(),
@@ -227,7 +225,7 @@ class ShardCheckpointEngine(EpochEngine):
 
     async def _meet_own_source(self) -> None:
         try:
-            await _meet_own_actor()
+            await meet_own_actor()
             if self._source is None:
                 raise RefitError(
                     "this process has no ActorRolloutRefWorker of verl with a checkpoint engine, so there are no shards to "
@@ -268,28 +266,3 @@ class ShardCheckpointEngine(EpochEngine):
 def _empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-async def _meet_own_actor() -> None:
-    # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
-    await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
-
-
-def _introduce(actor: Any) -> None:
-    """Called by Ray with its own actor: verl's worker, or what verl fuses several workers in."""
-    fused = {**getattr(actor, "worker_dict", {}), **getattr(actor, "fused_worker_dict", {})}
-    for worker in (actor, *fused.values()):
-        engine = getattr(worker, "checkpoint_engine", None)
-        if not isinstance(engine, ShardCheckpointEngine):
-            continue
-        if isinstance(worker, verl_base.CheckpointEngineWorker):
-            engine.introduce_rollout(worker)
-        elif getattr(worker, "actor", None) is not None:
-            engine.introduce(worker)
-
-
-async def _discard(weights: Any) -> None:
-    if inspect.isgenerator(weights):
-        weights.close()
-    elif inspect.isasyncgen(weights):
-        await weights.aclose()

@@ -6,6 +6,7 @@ take part and none has failed, and else an epoch of its own begins.
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import socket
 from abc import abstractmethod
@@ -53,6 +54,17 @@ class EpochEngine(verl_base.CheckpointEngine):
     @abstractmethod
     def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
         """Join this epoch, at the same time as all other workers; the last one has been left."""
+
+    @abstractmethod
+    def introduce(self, worker: Any) -> None:
+        """Learn of the actor that this engine belongs to (:func:`meet_own_actor`).
+
+        Raises:
+            RefitError: it can't send its weights in this way; lists all reasons.
+        """
+
+    def introduce_rollout(self, worker: Any) -> None:
+        """Learn of the rollout worker that this engine belongs to."""
 
     def prepare(self) -> dict[str, Any]:
         """Say whether the last update's epoch can go on, and on actor rank 0 listen for the next one.
@@ -157,3 +169,30 @@ def metrics_of(record: RefitRecord) -> dict[str, float]:
         found["checkpoint_engine/wire_mbytes"] = record.bytes_wire / (1 << 20)
     stages = {f"checkpoint_engine/{stage}_seconds": seconds for stage, seconds in record.seconds.items()}
     return found | stages
+
+
+async def meet_own_actor() -> None:
+    """Introduce the engines of this process's workers to them."""
+    # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
+    await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
+
+
+def _introduce(actor: Any) -> None:
+    """Called by Ray with its own actor: verl's worker, or what verl fuses several workers in."""
+    fused = {**getattr(actor, "worker_dict", {}), **getattr(actor, "fused_worker_dict", {})}
+    for worker in (actor, *fused.values()):
+        engine = getattr(worker, "checkpoint_engine", None)
+        if not isinstance(engine, EpochEngine):
+            continue
+        if isinstance(worker, verl_base.CheckpointEngineWorker):
+            engine.introduce_rollout(worker)
+        elif getattr(worker, "actor", None) is not None:
+            engine.introduce(worker)
+
+
+async def discard(weights: Any) -> None:
+    """End an export of which nothing more is drawn."""
+    if inspect.isgenerator(weights):
+        weights.close()
+    elif inspect.isasyncgen(weights):
+        await weights.aclose()

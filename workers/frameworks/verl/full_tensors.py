@@ -23,8 +23,9 @@ from ....integration.control import Rendezvous, RendezvousServer
 from ....integration.errors import RefitError
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
-from .contract import NO_BUCKET, require_supported
-from .epochs import EpochEngine, metrics_of
+from .contract import NO_BUCKET, require_known_model, require_supported
+from .epochs import EpochEngine, discard, meet_own_actor, metrics_of
+from .served import model_violations
 
 require_supported(verl_base)
 
@@ -92,6 +93,15 @@ class NcclXferCheckpointEngine(EpochEngine):
         self._settings = FullTensorSettings(bucket_size, self.options.verify, float(self.options.timeout_s))
         self._epoch: FullTensorEpoch | None = None
         self._arrived: RefitRecord | None = None
+        self._knows_actor = False
+
+    def introduce(self, worker: Any) -> None:
+        require_known_model(worker)
+        if wrong := model_violations(worker.config.model):
+            raise RefitError(
+                f"this run of verl can't update its engines: {'; '.join(wrong)}. Nothing was sent",
+                stage="settings",
+            )
 
     def _holds(self) -> bool:
         self._arrived = None
@@ -125,6 +135,14 @@ class NcclXferCheckpointEngine(EpochEngine):
         Raises:
             RefitError: and its kinds; verl then leaves the engines paused.
         """
+        if not self._knows_actor:
+            try:
+                await meet_own_actor()
+            except BaseException as error:
+                self._open_epoch.fail(error)  # the rollout workers wait
+                await discard(weights)
+                raise
+            self._knows_actor = True
         record = await self._open_epoch.send(weights, global_steps)
         self._arrived = record
         return metrics_of(record) if record.rank == 0 else {}

@@ -97,12 +97,12 @@ class RefitCheckpointManager(CheckpointEngineManager):
                 given its memory back then, unless a note of the error says why not; the KV cache sleeps on, or requests are
                 held, and the engines refuse to generate until an update succeeds.
         """
-        if not all(_shares_gpus(replica) or _one_server_reaches(replica) for replica in self.replicas):
-            self._held = "", []  # the engines' workers meet the actors in another epoch there
-            self.metrics = await super().update_weights(global_steps)
-            return self.metrics
         if global_steps is not None:
             self._version = global_steps
+        if not all(_shares_gpus(replica) or _one_server_reaches(replica) for replica in self.replicas):
+            self._held = "", []  # the engines' workers meet the actors in another epoch there
+            self.metrics = await super().update_weights(self._version)
+            return self.metrics
         self.metrics = self._update(self._version)
         return self.metrics
 

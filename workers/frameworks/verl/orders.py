@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Order:
         records_dir: folder for the records; None for none.
     """
 
-    meeting: dict[str, Any] | None
+    meeting: dict[str, Any] | None = field(repr=False)  # it holds the rendezvous' token
     rank: int
     train_ranks: int
     version: int

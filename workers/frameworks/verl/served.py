@@ -109,6 +109,17 @@ _BY_ENGINE: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], list[s
 }
 
 
+def model_violations(model: Mapping[str, Any]) -> list[str]:
+    """By ``actor_rollout_ref.model``: under LoRA that is not merged, verl hands checkpoint engines the base weights alone."""
+    lora = model.get("lora") or {}
+    if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
+        return [
+            "model.lora.merge is false, so that verl would serve the LoRA adapter beside the base model, and it hands checkpoint engines "
+            "the base model alone: nothing that is trained would reach the engines; set model.lora.merge=true"
+        ]
+    return []
+
+
 def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
     """By what vLLM's worker made of all its settings and of its checkpoint."""
     found = _quantized(vllm_config.quant_config, config.trainer_quantize_fp8)

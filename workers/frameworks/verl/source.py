@@ -12,7 +12,7 @@ from ...trainers.fsdp.mixin import FSDPRefitMixin
 from ...trainers.megatron.mixin import MegatronRefitMixin
 from ...trainers.source_mixin import SourceRefitMixin
 from .contract import require_supported_actor
-from .served import asked_violations
+from .served import asked_violations, model_violations
 
 _STRATEGIES = ("fsdp2", "megatron")
 
@@ -27,9 +27,15 @@ class FSDPSide(FSDPRefitMixin):
     """
 
     def __init__(self, engine: Any, config: RefitConfig, dtype: torch.dtype):
-        self.model = engine.module
+        self._engine = engine
         self.refit_config = config
         self.refit_dtype = dtype
+
+    @property
+    def model(self) -> torch.nn.Module:  # type: ignore[override]
+        """The engine's own at the moment."""
+        model: torch.nn.Module = self._engine.module
+        return model
 
 
 class MegatronSide(MegatronRefitMixin):
@@ -41,9 +47,19 @@ class MegatronSide(MegatronRefitMixin):
     """
 
     def __init__(self, engine: Any, config: RefitConfig):
-        self.model = engine.module
-        self.bridge = engine.bridge
+        self._engine = engine
         self.refit_config = config
+
+    @property
+    def model(self) -> list[torch.nn.Module]:  # type: ignore[override]
+        """The engine's own at the moment."""
+        model: list[torch.nn.Module] = self._engine.module
+        return model
+
+    @property
+    def bridge(self) -> Any:
+        """As :attr:`model`."""
+        return self._engine.bridge
 
 
 def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
@@ -59,13 +75,17 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     """
     require_supported_actor(worker)
     engine, strategy, rollout = worker.actor.engine, worker.config.actor.strategy, worker.config.rollout
-    wrong = _violations(engine, strategy, rollout, worker.config.model, config)
-    if wrong:
+    wrong, of_model = _violations(engine, strategy, rollout, config), model_violations(worker.config.model)
+    if wrong or of_model:
+        instead = (
+            " checkpoint_engine.backend=nccl_xfer with custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors sends full "
+            "tensors of any engine"
+        )
         raise RefitError(
             "this run of verl can't refit shard to shard:\n  "
-            + "\n  ".join(wrong)
-            + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
-            "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors sends full tensors of any engine",
+            + "\n  ".join([*wrong, *of_model])
+            # Where merging is all that lacks, and without it nothing is sent right.
+            + f"\nNothing was sent.{instead if wrong else ''}",
             stage="settings",
         )
     if strategy == "megatron":
@@ -73,7 +93,7 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     return FSDPSide(engine, config, _dtype(rollout.dtype))
 
 
-def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: RefitConfig) -> list[str]:
+def _violations(engine: Any, strategy: str, rollout: Any, config: RefitConfig) -> list[str]:
     found = []
     if strategy not in _STRATEGIES:
         found.append(f"actor.strategy is {strategy}; its shards are known for {', '.join(_STRATEGIES)}")
@@ -89,11 +109,7 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: Re
             )
     if getattr(engine, "_qat_enabled", False):
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
-    found += asked_violations(rollout, config)
-    lora = model.get("lora") or {}
-    if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
-        found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")
-    return found
+    return found + asked_violations(rollout, config)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -77,6 +77,7 @@ class AdapterSource:
         return held, refused
 
     def prepare(self) -> None:
+        self._kept.require_same_places()
         if self._now() != self._settings:
             raise RefitError(
                 f"the adapter {self._adapter!r} has another rank, scaling or set of layers than when the refit was "

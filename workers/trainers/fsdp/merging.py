@@ -6,11 +6,14 @@ for its shard alone, from the whole factors, with the bits of peft's own merge (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ....integration.layout import box_of
+from ..alike import require_alike
 from ..low_rank import Delta, Part, merge
 from .adapters import LoraTarget
 from .parameters import KeptTensors
@@ -59,8 +62,28 @@ class MergedShards:
         """All that :meth:`of` has given and :meth:`refresh` writes."""
         return self._copies.values()
 
-    def refresh(self) -> None:
-        """Merge what the shards and the factors hold now; a collective of the ranks that share the model."""
+    def refresh(self, ready: Callable[[], None]) -> None:
+        """Merge what the shards and the factors hold now; a collective of the ranks that share the model.
+
+        Args:
+            ready: raises if this rank can't send its weights.
+
+        Raises:
+            RefitError: on all of these ranks, what ``ready`` raised on one, or that they compute with different adapters.
+        """
+        if not self._targets:
+            ready()  # and the others hear of it where all ranks meet
+            return
+
+        def applied() -> str:
+            ready()
+            self._factors.require_same_places()
+            return ", ".join(
+                f"{target.path}: {' + '.join(f'{a} * {target.layer.scaling[a]}' for a in target.applied()) or 'none'}"
+                for target in self._targets.values()
+            )
+
+        require_alike(applied, "adapters at work", self._groups(), self._device)
         for name, copy in self._copies.items():
             deltas = self._deltas(name)
             base, merged = self._kept.held(name, self._kept.local(name)), self._kept.held(name, copy)
@@ -78,6 +101,12 @@ class MergedShards:
         with torch.no_grad():
             merge([Part(weight, box_of(weight.shape), out)], weight.shape, self._deltas(name))
         return out
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Of the ranks that share the model: those of the mesh of the most ranks, dimension by dimension."""
+        kept = [self._kept[name] for name in self._kept.names]
+        meshes = [tensor.device_mesh for tensor in kept if isinstance(tensor, DTensor)]
+        return max(meshes, key=lambda mesh: mesh.size()).get_all_groups() if meshes else []
 
     def _deltas(self, name: str) -> list[Delta]:
         target = self._targets[name]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,8 @@ class KeptTensors:
             name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
             for name, tensor in model.state_dict(keep_vars=True).items()
         }
-        places = dict(_places(within or model))
+        self._root = within or model
+        places = _places(self._root)
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
         if strangers:
             raise RefitError(
@@ -81,11 +83,44 @@ class KeptTensors:
                 parameter=strangers[0],
             )
         state = {new: tensor for name, tensor in state.items() if (new := named(name)) is not None}
-        self._places = {name: places[id(state[name])] for name in saved_names(model, state)}
+        found = {name: places[id(state[name])] for name in saved_names(model, state)}
+        self._places = {name: held[0] for name, held in found.items()}
+        self._tied = {name: held for name, held in found.items() if len(held) > 1}
         self.names = tuple(self._places)
+        self._edges, self._paths = _edges(self._root), _paths(self._root)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._places[name].tensor()
+
+    def require_same_places(self) -> None:
+        """Check that the model still computes with the modules that these tensors are looked up in, and ties the same ones.
+
+        Raises:
+            RefitError: it has another module in the place of one, or computes with two tensors where it had one.
+        """
+        for name, places in self._tied.items():
+            if any(place.tensor() is not places[0].tensor() for place in places[1:]):
+                raise RefitError(
+                    "this weight stood in several places of the model, and is tied no more: an engine would get one of them for "
+                    "all. Nothing was sent. Tie them again, or prepare the refit again, with a new source",
+                    stage="bind",
+                    parameter=name,
+                )
+        # Asked before every refit: the rest is for when something has changed.
+        if all(children.get(name) is child for children, name, child in self._edges):
+            return
+        paths = _paths(self._root)
+        for name, place in self._places.items():
+            now, before = paths.get(place.module), self._paths[place.module]
+            if now != before:
+                raise RefitError(
+                    f"the module that had this weight is {f'{now} now' if now else 'not part of the model any more'}, and was {before} "
+                    "when the refit was prepared; an engine would get weights that the model does not compute with. Nothing was "
+                    "sent. Prepare the refit again, with a new source",
+                    stage="bind",
+                    parameter=name,
+                )
+        self._edges = _edges(self._root)
 
     def local(self, name: str) -> torch.Tensor:
         """What this rank keeps of a tensor, without gradients: its shard, or all of what is not sharded."""
@@ -159,18 +194,34 @@ def require_known(model: torch.nn.Module) -> None:
         )
 
 
-def _places(model: torch.nn.Module) -> Iterator[tuple[int, _Place]]:
-    """Every parameter and buffer of the modules by its identity."""
+def _places(model: torch.nn.Module) -> dict[int, list[_Place]]:
+    """The places of every parameter and buffer of the modules by its identity."""
     shards = {
         id(shard.sharded_param): shard
         for module in model.modules()
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group)
         for shard in group.fsdp_params
     }
+    found: dict[int, list[_Place]] = defaultdict(list)
     for module in model.modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                yield id(tensor), _Place(module, key, shards.get(id(tensor)))
+                found[id(tensor)].append(_Place(module, key, shards.get(id(tensor))))
+    return found
+
+
+def _edges(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Which module is whose child."""
+    return [
+        (module._modules, name, child)
+        for module in model.modules()
+        for name, child in module._modules.items()
+    ]
+
+
+def _paths(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Where modules are, as :class:`KeptTensors` names their tensors."""
+    return {module: path.replace("_orig_mod.", "") or "the model" for path, module in model.named_modules()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ class FSDPSource:
     Raises:
         RefitError: a model whose weights can't be told from its tensors; lists all reasons.
 
-    Nothing is a collective but ``export``, and under adapters ``prepare``, which gathers their factors.
+    Nothing is a collective but ``export``, and under adapters ``prepare``, which gathers their factors once all ranks have told that
+    they compute with the same.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
@@ -96,16 +97,7 @@ class FSDPSource:
 
     def prepare(self) -> None:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
-        self._require_memory()
-        if self._adapters is not None:
-            self._adapters.require_same_modules()
-        elif has_adapters(self._model):
-            raise RefitError(
-                f"{type(self._model).__name__} has adapters that it had not when the refit was prepared; the engine would "
-                "get its weights without them. Nothing was sent. Prepare the refit again, with a new source",
-                stage="export",
-            )
-        self._merged.refresh()
+        self._merged.refresh(self._require_ready)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
@@ -129,6 +121,18 @@ class FSDPSource:
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
         return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
+
+    def _require_ready(self) -> None:
+        if self._adapters is not None:
+            self._adapters.require_same_modules()
+        elif has_adapters(self._model):
+            raise RefitError(
+                f"{type(self._model).__name__} has adapters that it had not when the refit was prepared; the engine would "
+                "get its weights without them. Nothing was sent. Prepare the refit again, with a new source",
+                stage="export",
+            )
+        self._kept.require_same_places()
+        self._require_memory()
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, but a return that runs out of memory brings some of them."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ....integration.weights.endpoints import StorageLook
+from ..alike import require_alike
 from ..low_rank import Delta, Part, merge
 from .adapters import Adapters, Pair, Rows, is_adapted
 from .rules import Refused, fragments_of_task, parameter_like
@@ -92,10 +93,17 @@ class MergedWeights:
             tasks: as the source was built with, their parameters where they are now.
 
         Raises:
-            RefitError: the model does not compute with its adapters, or has others.
+            RefitError: on all ranks of the group: on one the model does not compute with its adapters, or has others.
         """
-        self._adapters.require_same()
-        self._adapters.follow()
+        from megatron.core import parallel_state
+
+        def same() -> str:
+            self._adapters.require_same()
+            self._adapters.follow()
+            return ""  # ranks of the group may hold other experts' adapters
+
+        tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+        require_alike(same, "adapters", [tensor_parallel], self._device)
         if not self._copies:
             return  # on no rank of the group: nobody sends them
         places = (t for i in self._copies for t in (tasks[i].param_weight, self._copies[i]))
