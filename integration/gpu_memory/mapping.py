@@ -23,8 +23,7 @@ class _Classic:
 
     def __init__(self, allocation: Allocation):
         self._pointer: Any = None
-        self.open(allocation)
-        self.base = int(self._pointer)
+        self.base = self.open(allocation)
 
     def open(self, allocation: Allocation) -> int:
         handle = driver().CUipcMemHandle()
