@@ -315,6 +315,7 @@ class RefitSession:
             bytes_verified=moved.bytes_verified,
             bytes_wire=moved.bytes_wire,
             changed_share=moved.changed_share,
+            handles_opened=self.engine.handles_opened(),
             # Last, so that they count what the record itself takes.
             seconds_total=clock.wall_seconds,
             host_seconds=clock.host_seconds,

@@ -1,4 +1,4 @@
-"""Refits of an engine of two ranks in FP8 blocks, whose processes are the trainer as well: what tests of engines share."""
+"""Refits of an engine in FP8 blocks, whose processes are the trainer as well: what tests of engines share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Sessions:
         train_ranks: int,
     ) -> None:
         told: list[Any] = [None]
-        self._server = open_rendezvous("127.0.0.1", train_ranks, ENGINE_RANKS) if rank == 0 else None
+        ranks = torch.distributed.get_world_size()
+        self._server = open_rendezvous("127.0.0.1", train_ranks, ranks) if rank == 0 else None
         if self._server is not None:
             told = [self._server.rendezvous.to_json()]
         torch.distributed.broadcast_object_list(told, 0)

@@ -372,6 +372,10 @@ class BulkPath:
             result = replace(result, verified_bytes=max(verified, result.verified_bytes))
         return result
 
+    def handles_opened(self) -> int:
+        """As :meth:`~..transport.Transport.handles_opened`."""
+        return self._transport.handles_opened()
+
     def close(self, *, failed: bool = False) -> None:
         """End the epoch of the transport; safe to call twice."""
         deltas, self._deltas, self._recording = self._deltas, None, None

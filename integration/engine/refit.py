@@ -344,6 +344,10 @@ class RefitEngine:
             return TransferResult(0, 0)
         return self._open_bulk.run(clock, move_misc)
 
+    def handles_opened(self) -> int:
+        """Handles of peers' GPU memory that this rank has opened since this was last asked."""
+        return 0 if self.way.all_misc else self._open_bulk.handles_opened()
+
     def require_finite(self) -> None:
         """Generation ranks, once the device has done a refit's work and before it commits: refuse weights that are no numbers.
 

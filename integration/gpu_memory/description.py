@@ -185,7 +185,13 @@ class Description:
     def same_places(self, other: Description) -> bool:
         """Whether another description of this peer's tells of the same memory, or of other memory at the same addresses where
         it sleeps."""
-        return replace(other, address=self.address, token=self.token) == self
+        # Memory that slept has another handle each time.
+        allocations = tuple(
+            replace(theirs, handle=ours.handle) if theirs.sleeps and theirs.handle and ours.handle else theirs
+            for ours, theirs in zip(self.allocations, other.allocations, strict=False)
+        )
+        same = replace(other, address=self.address, token=self.token, allocations=allocations)
+        return len(other.allocations) == len(self.allocations) and same == self
 
     def memory(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:
         """A view as memory of this process.

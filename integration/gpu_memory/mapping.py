@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 import torch
 
@@ -18,17 +19,23 @@ from .memory import descriptor_type, device_uuid, process_name
 
 
 class _Classic:
-    """An allocation that is opened by its classic IPC handle."""
+    """An allocation that is opened by its classic IPC handle; the driver chooses at which address."""
 
     def __init__(self, allocation: Allocation):
+        self._pointer: Any = None
+        self.base = self.open(allocation)
+
+    def open(self, allocation: Allocation) -> int:
         handle = driver().CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), bytes.fromhex(allocation.handle), HANDLE_HEX // 2)
         lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self._pointer = call("cuIpcOpenMemHandle", handle, lazily.value)
-        self.base = int(self._pointer)
+        return int(self._pointer)
 
     def close(self) -> None:
-        call("cuIpcCloseMemHandle", self._pointer)
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            call("cuIpcCloseMemHandle", pointer)
 
 
 class _Row:
@@ -78,7 +85,7 @@ class ImportedMemory:
 
     Attributes:
         bases: address of each of the description's allocations.
-        can_release: whether all memory that sleeps can be unmapped and mapped again at the same addresses.
+        opened: how many handles and descriptors of the peer's were opened so far.
     """
 
     def __init__(self, description: Description, device: torch.device, timeout_s: float):
@@ -93,10 +100,12 @@ class ImportedMemory:
             TransportUnavailable: they can't be opened from here; says why.
         """
         self.bases: list[int] = []
-        self.can_release = not any(a.sleeps and a.handle for a in description.allocations)
+        self.opened = 0
         self._open: list[_Classic | _Row] = []
-        # Memory that sleeps, each with the number of its first chunk over all allocations, and how many it has.
+        # Memory that sleeps: chunks, each with the number of its first one over all allocations, and how many it has; and what is
+        # opened by a handle, with the allocation's number.
         self._sleeping: list[tuple[_Row, tuple[int, int]]] = []
+        self._sleeping_handles: list[tuple[_Classic, int]] = []
         self._device = device
         self._timeout = timeout_s
         if description.process == process_name():
@@ -110,9 +119,12 @@ class ImportedMemory:
         with self._opening():
             rows: list[tuple[_Row, tuple[int, int]]] = []
             first = 0
-            for allocation in description.allocations:
+            for number, allocation in enumerate(description.allocations):
                 if allocation.handle:
-                    self._open.append(_Classic(allocation))
+                    classic = _Classic(allocation)
+                    self.opened += 1
+                    self._open.append(classic)
+                    self._sleeping_handles += [(classic, number)] if allocation.sleeps else []
                 else:
                     row = _Row(allocation, self._device.index)
                     self._open.append(row)
@@ -127,22 +139,33 @@ class ImportedMemory:
         with on_device(self._device):
             for row, _ in self._sleeping:
                 row.unmap()
+            for classic, _ in self._sleeping_handles:
+                classic.close()
 
-    def map_again(self, description: Description) -> None:
+    def map_again(self, description: Description) -> bool:
         """After :meth:`release`: map memory that sleeps at the same addresses.
 
         Args:
-            description: equal to the first, except for where the descriptors are fetched.
+            description: of the same places as the first (:meth:`.description.Description.same_places`).
+
+        Returns:
+            Whether all of it is there. The driver may open a handle at another address than before; then the caller has to close
+            this and map everything anew.
 
         Raises:
             TransportUnavailable: it can't be mapped; everything is closed then.
         """
         with self._opening():
+            for classic, number in self._sleeping_handles:
+                self.opened += 1
+                if classic.open(description.allocations[number]) != classic.base:
+                    return False
             self._fill(self._sleeping, description)
+        return True
 
     def close(self) -> None:
         """Unmap everything. No work on the device may use it any more. Safe to call twice."""
-        self._sleeping = []
+        self._sleeping, self._sleeping_handles = [], []
         opened, self._open = self._open, []
         with on_device(self._device):
             end_all(one.close for one in reversed(opened))
@@ -151,8 +174,9 @@ class ImportedMemory:
         spans = [span for _, span in rows]
         # Descriptors come in batches. Unused ones of the last batch must not stay open.
         with closing(fetch(description.address, description.token, spans, self._timeout)) as descriptors:
-            for row, _ in rows:
+            for row, (_, chunks) in rows:
                 row.map(descriptors)
+                self.opened += chunks
 
     @contextmanager
     def _opening(self) -> Iterator[None]:

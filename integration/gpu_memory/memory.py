@@ -103,11 +103,6 @@ class ExportedMemory:
         with on_device(self._device):
             return self._released or not all(_is_there(block) for block in self._blocks)
 
-    @property
-    def can_release(self) -> bool:
-        """Whether peers can unmap all memory that sleeps and map it again at the same addresses. Chunks can, handles can't."""
-        return not any(block.sleeps and block.handle for block in self._blocks)
-
     def release(self) -> None:
         """Stop serving, and release memory that sleeps, so that its owner can give it back."""
         self._stop()
@@ -118,7 +113,7 @@ class ExportedMemory:
                     _let_go(block)
 
     def find_again(self) -> bool:
-        """After :meth:`release`: whether chunks of the same sizes lie where the sleeping ones were, and all other memory is
+        """After :meth:`release`: whether memory of the same kinds and sizes lies where the sleeping was, and all other memory is
         unchanged. If not, the caller looks everything up anew."""
         before, self._blocks = self._blocks, [block for block in self._blocks if not block.sleeps]
         self._released = False
@@ -131,7 +126,8 @@ class ExportedMemory:
                 with _shareable():
                     found = _block(*_extent_at(old.base), sleeps=True, known=True)
                 self._blocks.append(found)
-                if (found.base, found.size, found.handle) != (old.base, old.size, old.handle):
+                # Other memory has another handle, which the next description brings.
+                if (found.base, found.size, bool(found.handle)) != (old.base, old.size, bool(old.handle)):
                     return False
         self._describe()
         return True

@@ -37,6 +37,8 @@ class RefitRecord:
         bytes_wire: bytes that travelled of all these: fewer than ``bytes_bulk + bytes_misc`` after a sparse refit.
         changed_share: of the bulk elements that this rank sends or receives, the share that differed from the version before;
             None after a dense refit.
+        handles_opened: handles of peers' GPU memory (of allocations; descriptors of chunks) that this rank opened since its last
+            record: as the ranks met, or since memory slept or moved. 0 where no memory is mapped.
     """
 
     version: int
@@ -57,6 +59,7 @@ class RefitRecord:
     stage_peaks: dict[str, int] = field(default_factory=dict)
     bytes_wire: int = 0
     changed_share: float | None = None
+    handles_opened: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for JSON lines; without ``timeline`` and ``stage_peaks`` if there are none."""

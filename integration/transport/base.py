@@ -83,6 +83,10 @@ class Transport(ABC):
             TransportUnavailable: a peer's storage can't be reached by this transport; says why.
         """
 
+    def handles_opened(self) -> int:
+        """Of peers' GPU memory, since this was last asked: handles of allocations, and descriptors of chunks."""
+        return 0
+
     def moved(self) -> bool:
         """Whether other memory has come to lie at the addresses that were bound, which needs a new ``bind``."""
         return False

@@ -278,7 +278,7 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     if dtype == "mxfp8" and config.generation.backend != "vllm":
         yield Violation(
             (stored, "generation.backend"),
-            f"{stored}: refits bring MXFP8 to vLLM alone; give fp8, or generation.backend=vllm",
+            f"{stored}: recipes bring MXFP8 to vLLM alone; give fp8, or generation.backend=vllm",
         )
     elif dtype == "mxfp8" and not quantizes:
         yield Violation(

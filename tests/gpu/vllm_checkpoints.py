@@ -69,9 +69,15 @@ def quantize_in_blocks(path: Path, scale: ScaleFormat = ScaleFormat.FP32) -> Non
     _quantize(path, "_scale_inv", lambda weight: quantize(weight, scale=scale), config)
 
 
-def quantize_to_mxfp8(path: Path, config: dict[str, Any]) -> None:
-    """Turn a Qwen3 checkpoint into one whose decoder layers' matrices are MXFP8; ``config`` is its ``quantization_config``."""
-    _quantize(path, "_scale", mxfp8.quantize, config)
+def quantize_to_mxfp8(path: Path, config: dict[str, Any], scales: str = "_scale") -> None:
+    """Turn a Qwen3 checkpoint into one whose decoder layers' matrices are MXFP8.
+
+    Args:
+        path: of the checkpoint.
+        config: its ``quantization_config``.
+        scales: what the scales' names have behind the weights'.
+    """
+    _quantize(path, scales, mxfp8.quantize, config)
 
 
 def mxfp8_of_modelopt() -> dict[str, Any]:

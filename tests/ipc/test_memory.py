@@ -142,7 +142,6 @@ def test_that_one_chunk_can_be_exported_is_tried_and_of_the_others_their_propert
 
 def test_what_is_lent_is_let_go_of_and_found_again_where_it_was(blocks: Blocks) -> None:
     exported = blocks.export((64, 100), sleeps=((CHUNK, 100), (2 * CHUNK, 100)))
-    assert exported.can_release
     assert [(a.sleeps, len(a.identity)) for a in exported.allocations] == [(False, 1), (True, 0)]
     before = exported.allocations
     for _ in range(2):
@@ -167,8 +166,6 @@ def test_what_is_lent_is_let_go_of_and_found_again_where_it_was(blocks: Blocks) 
 def test_a_block_that_holds_what_is_lent_and_what_is_not_goes_as_a_whole(blocks: Blocks) -> None:
     exported = blocks.export((64, 100), (CHUNK, 100), sleeps=((CHUNK + 512, 100),))
     assert blocks.told(exported) == [(0, 0, False), (CHUNK, 1, True)]
-    assert exported.can_release
-    assert not blocks.export(sleeps=((64, 100),)).can_release, "it is opened by a handle"
     # So does what lies in part where something is lent: it stays in one row.
     exported = blocks.export((2 * CHUNK - 64, 128), sleeps=((CHUNK, 100),))
     assert blocks.told(exported) == [(CHUNK, 2, True)]

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,13 @@ class Weights:
         with self.driver.on(self.rank):
             raw = self.driver.load(view.data_ptr(), (*view.shape, item), (view.stride(0) * item, item, 1))
         return torch.from_numpy(raw.copy()).view(view.dtype).view(view.shape)
+
+    def comes_anew(self) -> None:
+        """Other memory at the same addresses, undefined."""
+        before = self.held
+        self.driver.drop(self.driver.spaces[self.rank].mapped.pop(self.base))
+        self.held = self.driver.make(before.size, classic=before.classic, shareable=before.shareable)
+        self.driver.spaces[self.rank].mapped[self.base] = self.held
 
     def poison(self) -> None:
         self.held.held[:] = 0xFF
@@ -240,6 +248,37 @@ def test_changed_weights_land_bit_for_bit_in_memory_that_nobody_can_map(
         assert moved == [sleeps is None] * 2
         if any(moved):
             assert ranks.bind() == 1
+    ranks.close()
+
+
+def test_memory_of_cudamalloc_that_comes_back_where_it_was_keeps_the_receivers_table(
+    driver: PlayedDriver,
+) -> None:
+    """A trainer that leaves: its memory is freed by the driver, and comes anew at the same addresses, or the handle opens elsewhere."""
+    trainer = Weights(driver, 0, SHAPES, shareable=True, classic=True)
+    engine = Weights(driver, 1, SHAPES, shareable=False)
+    ranks = Ranks(driver, [trainer], [engine], [message(0, 1, SHAPES)])
+    ranks.bind()
+    receiver, opened, tables = ranks.transports[1], [], []
+    for turn in range(5):
+        change(trainer, turn)
+        engine.poison()
+        ranks.refit()
+        require_equal(trainer, engine)
+        opened.append(receiver.handles_opened())
+        tables.append(receiver._copies)
+        assert trainer.held.references == 1, "else the driver would keep what the trainer frees"
+        trainer.comes_anew()
+        if turn == 2:
+            # Something else takes the addresses where the receiver had it.
+            driver.spaces[1].reserve(trainer.held.size)
+        assert ranks.bind() == 1
+    assert [a is b for a, b in pairwise(tables)] == [True, True, False, True]
+    # The weights, and the trainer's signals in memory of its own. Where one handle opened elsewhere, all are opened once more.
+    assert opened[:3] == [2, 1, 1]
+    assert opened[4] == 1
+    assert opened[3] == 1 + 2
+    assert ranks.transports[0].handles_opened() == 0
     ranks.close()
 
 

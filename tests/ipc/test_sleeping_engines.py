@@ -39,7 +39,7 @@ SEEDS = range(8)
 REFITS = 40
 # What may fail while memory is looked up, handed over and mapped.
 FAILING = (
-    "cuMemAddressReserve", "cuMemExportToShareableHandle", "cuMemGetAddressRange",
+    "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuMemAddressReserve", "cuMemExportToShareableHandle", "cuMemGetAddressRange",
     "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess",
 )  # fmt: skip
 

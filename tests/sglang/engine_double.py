@@ -216,6 +216,7 @@ class ManagerDouble:
             "disaggregation_mode": "null",
             "disable_radix_cache": False,
             "enable_hierarchical_cache": False,
+            "speculative_algorithm": None,
             "hicache_storage_backend": None,
             "enable_lmcache": False,
             "enable_flexkv": False,

@@ -22,7 +22,7 @@ from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
 from tests.gpu.vllm_trainer import CheckpointSource
 
 from .engine_double import EngineDouble, ManagerDouble, ManagerWithSessions
-from .fp8_ranks import CPU, Fp8Case, _expected, _held, _numbers, kernels
+from .fp8_ranks import CPU, Fp8Case, _expected, _held, _numbers, kernels, packed_scales
 from .models import begin, load_model
 from .ways import WAYS, driven_in
 
@@ -279,7 +279,7 @@ class _Scene:
     def _do_onto(self, path: str) -> None:
         from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
 
-        self._packed = sum(p.dtype is torch.int32 for p in self._worker.runner.model.parameters())
+        self._packed = packed_scales(self._worker.runner.model)
         self._taken = self._worker.taken
         specs = CheckpointSource(self._case.blocks.trained, CPU).specs()
         worker = WorkerRefit.of(self._worker.runner)

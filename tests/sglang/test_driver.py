@@ -118,6 +118,7 @@ def test_everything_that_is_wrong_with_an_engine_is_told_at_once(drive: Drive) -
         "pp_size": 2,
         "enable_eplb": True,
         "weight_cache_mode": "read",
+        "speculative_algorithm": "EAGLE",
         # Stores that a flush leaves.
         "hicache_storage_backend": "file",
         "enable_lmcache": True,
@@ -130,6 +131,20 @@ def test_everything_that_is_wrong_with_an_engine_is_told_at_once(drive: Drive) -
     assert [name for name in wrong if name not in str(caught.value)] == []
     assert driven.manager.calls == []
     assert not driven.manager.attached
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle3", "STANDALONE", "DFLASH", "of a plugin"])
+def test_an_engine_whose_drafter_would_keep_old_weights_is_refused(drive: Drive, algorithm: str) -> None:
+    driven = drive(speculative_algorithm=algorithm)
+    with pytest.raises(RefitError, match="speculative_algorithm") as caught:
+        driven.open()
+    assert caught.value.stage == "settings"
+    assert driven.manager.calls == []
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "ngram"])
+def test_an_engine_that_drafts_without_weights_is_taken(drive: Drive, algorithm: str) -> None:
+    assert drive(speculative_algorithm=algorithm).refit.version == -1
 
 
 def test_a_store_that_was_attached_to_a_running_engine_is_refused_until_it_is_detached(drive: Drive) -> None:

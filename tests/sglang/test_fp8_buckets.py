@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks
 
 from .fp8_bucket_ranks import BucketCase, BucketResult, refit_in_buckets
 from .fp8_ranks import CASES as LAYOUTS
-from .fp8_ranks import Fp8Case
+from .fp8_ranks import written
 from .ways import WAYS
 
 pytestmark = [
@@ -43,19 +42,12 @@ REFITS = 3
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[BucketResult]]:
     folder = tmp_path_factory.mktemp("checkpoints")
 
-    def pair(name: str, **options: Any) -> tuple[str, str]:
-        first, second = (write_checkpoint(folder / f"{name} {seed}", seed, **options) for seed in (1, 2))
-        return first, second
+    def listed(name: str, **options: Any) -> BucketCase:
+        case = written(folder / name, **options)
+        return BucketCase(case, quantizes=not case.quantized_before)
 
-    def listed(name: str, experts: bool = False, **options: Any) -> BucketCase:
-        before = options.get("quantized_before", False)
-        # Others than powers of two have to be quantized once more.
-        scale = ScaleFormat.UE8M0 if options.get("blackwell") and not before else ScaleFormat.FP32
-        trained = pair(f"{name} trained", fp8=False, experts=experts)
-        served = pair(f"{name} served", fp8=True, experts=experts, scale=scale)
-        return BucketCase(Fp8Case(trained, served, **options), quantizes=not before)
-
-    plain, found = pair("plain", fp8=False), {}
+    plain = tuple(write_checkpoint(folder / f"plain {seed}", seed, fp8=False) for seed in (1, 2))
+    found: dict[str, list[BucketResult]] = {}
     for cases in (TOGETHER, SHARED):
         wanted = [listed(name, **options) for name, options in cases.items()]
         by_rank = run_ranks(refit_in_buckets, 2, wanted, plain, cases is SHARED, timeout_s=850)

@@ -70,7 +70,8 @@ class IpcTransport(Transport):
     While an epoch is open the driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind``
     unmaps it. Memory that its owner gives back between refits (of engines that sleep, of trainers that leave a shared GPU) is
     unmapped at the end of each refit and mapped again for the next one. If it comes back at the same addresses, as sleep modes
-    bring it back, peers map it where they had it, and the tables stay as they are (:meth:`_map_again`).
+    bring it back, peers map it where they had it, and the tables stay as they are (:meth:`_map_again`). What is opened by a handle
+    (memory of ``cudaMalloc``) the driver maps where it chooses; the tables stay only if that is where it was.
 
     Attributes:
         remark: which receivers pull, and why; empty if none does.
@@ -136,6 +137,7 @@ class IpcTransport(Transport):
         self._exported: ExportedMemory | None = None
         # By the peer.
         self._imported: dict[int, ImportedMemory] = {}
+        self._handles_opened = 0
         self._sleeps = sleeps
         self._pulls = pulls
         self._may_pull = may_pull
@@ -271,6 +273,10 @@ class IpcTransport(Transport):
             self._wait_for_earlier_work("handshake")
         self._lease.renew()
 
+    def handles_opened(self) -> int:
+        found, self._handles_opened = self._handles_opened, 0
+        return found
+
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
         is_void = False
@@ -302,12 +308,8 @@ class IpcTransport(Transport):
         held: list[ImportedMemory | ExportedMemory] = list(self._imported.values())
         if self._exported is not None:
             held.append(self._exported)
-        if all(memory.can_release for memory in held):
-            for memory in held:
-                memory.release()
-        else:
-            self._unbind(failed=False)
-            self._places = None
+        for memory in held:
+            memory.release()
         self._released = True
 
     def close(self, *, failed: bool = False) -> None:
@@ -443,6 +445,7 @@ class IpcTransport(Transport):
     ) -> tuple[list[Strided | EncodedView], int, int]:
         """Map a peer's memory: that of each segment, and where its checksums and its signal lie."""
         mapped = self._imported[rank] = ImportedMemory(peer, self._device, self._timeout)
+        self._handles_opened += mapped.opened
         self._some_sleep |= peer.sleeps
         with self._checking(rank):
             shared = peer.shared[self.rank]
@@ -471,7 +474,12 @@ class IpcTransport(Transport):
         if not self._unmoved or not all(self._peers[rank].same_places(peer) for rank, peer in peers.items()):
             return False
         for rank, peer in peers.items():
-            self._imported[rank].map_again(peer)
+            mapped = self._imported[rank]
+            before = mapped.opened
+            lies_there = mapped.map_again(peer)
+            self._handles_opened += mapped.opened - before
+            if not lies_there:
+                return False
         self._connected(peers)
         return True
 

@@ -50,6 +50,7 @@ SETTINGS = (
     "disaggregation_mode",
     "disable_radix_cache",
     "enable_hierarchical_cache",
+    "speculative_algorithm",
     *STORES,
 )
 
@@ -288,7 +289,7 @@ class EngineCalls:
             self._caller.call(Step("end_weight_update"))
         self._session = True
         # SGLang unpacks and processes all weights of the models that a session is for, even those of released memory. Workers
-        # see to the target's themselves, so the session is for drafts, of which there usually are none.
+        # see to the target's themselves, so the session is for drafters, of which there are none.
         begun = self._caller.call(Step("begin_weight_update", {"selector": "draft"}))
         self._session = begun.success
         if not begun.success:

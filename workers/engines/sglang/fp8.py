@@ -1,4 +1,4 @@
-"""Modules of an SGLang model that hold weights in FP8 blocks: in which format, and what SGLang makes of them after loading.
+"""Modules of an SGLang model that hold weights in FP8 blocks or MXFP8: in which format, and what SGLang makes of them after loading.
 
 All of it is read in SGLang 0.5.17 and 0.5.23, so modules of any other release are refused. It is asked of the live module: its
 method, the kernel or runner that the method chose, what its parameters have become, and what it holds beside them.
@@ -16,6 +16,13 @@ method, the kernel or runner that the method chose, what its parameters have bec
 - AITER shuffles weights, Marlin and AMX pack: nothing here follows them.
 
 CUTLASS and FlashInfer's TRT-LLM compute with blocks as they were loaded (TRT-LLM shuffles other formats).
+
+Linear layers in MXFP8, loaded from codes (E4M3) and scales (E8M0 as ``uint8``, one for 32 elements of a row), keep both as they were
+loaded. Triton computes with them. FlashInfer's CUTLASS and DeepGEMM compute with copies of the scales, which SGLang's own
+function makes again in their places (``_process_mxfp8_linear_weight_scale``). FlashInfer's TRT-LLM shuffles the codes, and so takes
+SGLang's loader and processing. Where 0.5.23 has both copies (DeepGEMM beside FlashInfer), one is made anew elsewhere or not at
+all. Experts are swizzled, packed or shuffled, each kernel's in an order of its own. Both are refused.
+Weights that SGLang itself quantizes as it loads them have no scales that a loader takes.
 
 Where SGLang computes with scales in another form than checkpoints have them, a refit's scales land in tensors of the
 checkpoint's form (:func:`staged_scales`). What is computed with is made of them, in its place, once all have landed.
@@ -38,7 +45,7 @@ from sglang.srt.layers.quantization.fp8_utils import requant_weight_ue8m0
 from torch import nn
 
 from ....integration.quantize.e8m0 import packed_ue8m0, rows_of_blocks
-from ....integration.quantize.formats import Fp8Blockwise
+from ....integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from .compat import FP8_READ, release
 
 _PLAIN_KERNELS = (
@@ -63,6 +70,20 @@ _LINEAR_COPIES = (
     "weight_scale_inv_deepgemm",
     "_block_fp8_bf16_weight",
 )
+# What computes with MXFP8 in linear layers, by its name in SGLang, and the copies of scales that it computes with in their stead.
+_MXFP8_COPIES = {
+    "triton_mxfp8_blockscaled_linear": [],  # 0.5.17 alone
+    "flashinfer_mxfp8_blockscaled_linear": ["weight_scale_inv_swizzled"],
+    "_deepgemm_w8a8_mxfp8_linear_with_fallback": ["weight_scale_inv_deepgemm"],  # 0.5.17
+    "deepgemm_w8a8_mxfp8_linear_with_fallback": ["weight_scale_inv_deepgemm"],
+}
+# Where FlashInfer's TRT-LLM has shuffled the codes too.
+_SHUFFLED = ["weight_scale_inv_shuffled"]
+_MXFP8 = Mxfp8(scale_name_end="_scale_inv")
+_MXFP8_EXPERTS = (
+    "each kernel has experts in MXFP8 in an order of its own, which is not known here (modules_to_not_convert of the "
+    "quantization_config leaves them out)"
+)
 # The only block of which DeepGEMM packs scales, and the scales in one of its integers.
 _PACKED_BLOCK = 128
 _PACKED_SCALES = 4
@@ -77,31 +98,37 @@ class BlockFp8:
         scales: for each parameter of codes the one of its scales.
         packed: parameters of scales that DeepGEMM has packed.
         copies: attributes with padded copies of scales that the kernel computes with, and whose scales they are.
+        remade: SGLang's own function makes the copies of scales again with which a kernel computes.
         effect: why codes and scales are not used as they were loaded, and nothing here follows; empty if they are or it does.
         final: with an effect that SGLang does not bring about again for weights that are loaded later.
     """
 
-    format: Fp8Blockwise
+    format: Format
     scales: Mapping[str, str]
     packed: frozenset[str] = frozenset()
     copies: Mapping[str, str] = field(default_factory=dict)
+    remade: bool = False
     effect: str = ""
     final: bool = False
 
 
 def block_fp8(module: nn.Module) -> BlockFp8 | None:
-    """The facts about a module of a live model; None where it holds no weights in FP8 blocks with FP32 scales.
+    """The facts about a module of a live model; None where it holds neither FP8 blocks with FP32 scales nor MXFP8.
 
     Only SGLang's own methods for FP8 checkpoints: others name or make their scales in ways of their own.
     """
     method: Any = getattr(module, "quant_method", None)
     if type(method) is Fp8LinearMethod:
         scales = {"weight": "weight_scale_inv"}
+        if _in_mxfp8(module, method, scales):
+            return _if_read(_linear_mxfp8(module, method, scales))
         if _in_blocks(module, method, scales) and not method.use_marlin:
             facts, kept = _facts(module, method, scales), _kept(module)
             return _if_read(replace(facts, effect=kept or _linear_effect(method), final=bool(kept)))
     elif type(method) is Fp8MoEMethod:
         scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
+        if _in_mxfp8(module, method, scales):
+            return _if_read(BlockFp8(_MXFP8, scales, effect=_MXFP8_EXPERTS, final=True))
         if _in_blocks(module, method, scales):
             runner, once = _runner(method), get_moe_a2a_backend().is_megamoe()
             return _if_read(
@@ -129,7 +156,7 @@ def _if_read(facts: BlockFp8) -> BlockFp8:
 
 
 def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
-    """The modules of ``model`` that hold weights in FP8 blocks, by name."""
+    """The modules of ``model`` that hold weights in FP8 blocks or MXFP8, by name."""
     return {name: facts for name, module in model.named_modules() if (facts := block_fp8(module))}
 
 
@@ -183,6 +210,9 @@ def follow_scales(
         # Where nothing had to be padded, the copy is the parameter.
         if held.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             held.copy_(pad_hpc_ops_block_scale(parameter))
+    if facts.remade:
+        method: Any = module.quant_method
+        method._process_mxfp8_linear_weight_scale(module)
 
 
 def _pack(codes: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
@@ -210,6 +240,38 @@ def _in_blocks(module: nn.Module, method: Any, scales: Mapping[str, str]) -> boo
     )
 
 
+def _in_mxfp8(module: nn.Module, method: Any, scales: Mapping[str, str]) -> bool:
+    """Whether codes and scales come from a checkpoint, and not from SGLang's own quantizer, or go on as FP8 blocks."""
+    return (
+        method.use_mxfp8
+        and method.quant_config.is_checkpoint_fp8_serialized
+        and all(getattr(module, codes).dtype is torch.float8_e4m3fn for codes in scales)
+    )
+
+
+def _linear_mxfp8(module: nn.Module, method: Any, scales: Mapping[str, str]) -> BlockFp8:
+    facts = BlockFp8(_MXFP8, scales)
+    kernel, copies = _plain(method.w8a8_mxfp8_linear), _copies(module)
+    if copies == _SHUFFLED:
+        return replace(
+            facts, effect="FlashInfer's TRT-LLM computes with codes that are shuffled after loading"
+        )
+    if kernel is getattr(fp8_utils, kernel.__name__, None) and _MXFP8_COPIES.get(kernel.__name__) == copies:
+        return replace(facts, remade=bool(copies))
+    why = f"what {kernel.__name__} makes of MXFP8 is not known here ({', '.join(copies) or 'no copy'} of its scales)"
+    return replace(facts, effect=why, final=True)
+
+
+def _copies(module: nn.Module) -> list[str]:
+    """The copies of scales, or of weights, that a linear layer computes with."""
+    return [name for name in _LINEAR_COPIES if isinstance(getattr(module, name, None), torch.Tensor)]
+
+
+def _plain(kernel: Any) -> Any:
+    """In 0.5.23 a layer's kernel may be a partial of the function."""
+    return getattr(kernel, "func", kernel)
+
+
 def _facts(module: nn.Module, method: Any, scales: Mapping[str, str]) -> BlockFp8:
     packed = frozenset(
         scale for codes, scale in scales.items() if _is_packed(getattr(module, codes), getattr(module, scale))
@@ -229,8 +291,7 @@ def _is_packed(codes: torch.Tensor, scales: torch.Tensor) -> bool:
 
 def _kept(module: nn.Module) -> str:
     """What of the weights that were loaded first SGLang goes on using, in words; empty if nothing."""
-    copies = [name for name in _LINEAR_COPIES if isinstance(getattr(module, name, None), torch.Tensor)]
-    if copies:
+    if copies := _copies(module):
         return (
             f"SGLang computes with a copy ({copies[0]}) that is made after loading, for MXFP8 or BF16 kernels"
         )
@@ -240,8 +301,7 @@ def _kept(module: nn.Module) -> str:
 
 
 def _linear_effect(method: Any) -> str:
-    # In 0.5.23 it may be a partial of the kernel.
-    kernel = getattr(method.w8a8_block_fp8_linear, "func", method.w8a8_block_fp8_linear)
+    kernel = _plain(method.w8a8_block_fp8_linear)
     if kernel in _PLAIN_KERNELS:
         return ""
     return f"process_weights_after_loading for {kernel.__name__} may rewrite the layout"

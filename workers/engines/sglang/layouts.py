@@ -44,6 +44,8 @@ class SglangLayout(ModuleLayout):
 def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
     """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
     blocks = block_fp8(live)
+    if blocks is not None and blocks.final:
+        return SglangLayout(f"layer {name}: {blocks.effect}", loadable=False)
     changed = changed_parameter(live, twin, besides=blocks.packed if blocks else ())
     if changed:
         return SglangLayout(f"layer {name}: {changed}", loadable=False)
@@ -52,9 +54,7 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
         return SglangLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
     if blocks is not None:
         if blocks.effect:
-            return SglangLayout(
-                f"layer {name}: {blocks.effect}", loadable=not blocks.final, processed=not blocks.final
-            )
+            return SglangLayout(f"layer {name}: {blocks.effect}", processed=True)
         return SglangLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
     if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return SglangLayout()
