@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,14 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlrefit.integration.errors import PlanError, RefitError
+from rlrefit.integration.layout.rearrangement import NotRearranged
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
+from rlrefit.workers.engines.vllm import packed_layers
 from rlrefit.workers.engines.vllm.completeness import absent_elements, check_complete, unused_parameters
 from rlrefit.workers.engines.vllm.layouts import module_layout
+from rlrefit.workers.engines.vllm.nvfp4 import Nvfp4
+from rlrefit.workers.engines.vllm.packed_layers import PackedLayers
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 
 ROWS, COLUMNS, GROUP, BITS = 64, 32, 16, 4
@@ -256,3 +261,42 @@ def test_packed_experts_are_reloaded_in_place_without_indices_twice():
         for name, place in places.items():
             assert live.get_parameter(name).data_ptr() == place
             assert torch.equal(live.get_parameter(name), fresh.get_parameter(name)), name
+
+
+class _Refused(Nvfp4):
+    """A format whose layers can't be asked about, by some error; ``asked_with`` are tensors that were made for it."""
+
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        self._kind, self._text = kind, text
+        self.asked_with: list[weakref.ref[torch.Tensor]] = []
+
+    def kind(self, live: nn.Module) -> str:
+        return "any"
+
+    def kernel(self, live: Any) -> str:
+        return "any"
+
+    def asked(self, *_: Any) -> Any:
+        tensor = torch.zeros(1)
+        self.asked_with.append(weakref.ref(tensor))
+        raise self._kind(self._text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory", "gpu_memory_utilization"),
+        (NotRearranged, "it does more", "it does more"),
+    ],
+)
+def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(kind, text, told, monkeypatch):
+    refused = _Refused(kind, text)
+    monkeypatch.setattr(packed_layers, "_FORMATS", (refused,))
+    live = nn.Linear(2, 2)
+    live.params_dtype = torch.bfloat16
+    layers = PackedLayers(VllmConfig(), torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(NotRearranged, match=told):
+            layers.of(live, live)
+    [tensor] = refused.asked_with
+    assert tensor() is None
