@@ -13,6 +13,7 @@ from torch import nn
 from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.model_executor import parameter as vllm_parameters
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
     CompressedTensorsWNA16MoEMethod,
 )
@@ -261,6 +262,62 @@ def test_packed_experts_are_reloaded_in_place_without_indices_twice():
         for name, place in places.items():
             assert live.get_parameter(name).data_ptr() == place
             assert torch.equal(live.get_parameter(name), fresh.get_parameter(name)), name
+
+
+class _Experts(QuantizeMethodBase):
+    """Makes a kernel of the experts' weights each time, as vLLM's methods do."""
+
+    dims = 0
+
+    def create_weights(self, layer, *sizes, weight_loader, **_):
+        layer.register_parameter("scale", nn.Parameter(torch.zeros(*sizes), requires_grad=False))
+        layer.scale.weight_loader = weight_loader
+
+    def apply(self, *_):
+        raise AssertionError
+
+    def process_weights_after_loading(self, layer):
+        inverse = (1 / layer.scale).reshape(*layer.scale.shape, *(1,) * self.dims)
+        self.moe_quant_config = SimpleNamespace(
+            _a1=SimpleNamespace(gscale=inverse, dtype="nvfp4"),
+            _w1=SimpleNamespace(scale=layer.scale),
+            swizzled=True,
+        )
+        self.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(twice=2 * layer.scale))
+
+
+def _reload_experts(model: _Model, scale: torch.Tensor) -> None:
+    reload = model.reload(["layer.scale"])
+    reload.load([("layer.scale", scale)])
+    reload.finish()
+
+
+def test_kernels_of_reloaded_experts_get_new_values_where_they_are() -> None:
+    model = _Model(_Experts(), 3).served({"layer.scale": torch.tensor([1.0, 2.0, 4.0])})
+    method = model.layer.quant_method
+    kernel, config = method.moe_kernel, method.moe_quant_config
+    kernel.fused_experts.workspace = torch.full((2,), 7.0)  # made as it first ran
+    held = config._a1.gscale, config._w1.scale, kernel.fused_experts.twice
+    for scale in (torch.tensor([8.0, 16.0, 32.0]), torch.tensor([0.5, 0.25, 2.0])):
+        _reload_experts(model, scale)
+        assert (method.moe_kernel, method.moe_quant_config) == (kernel, config)
+        assert (config._a1.gscale, config._w1.scale, kernel.fused_experts.twice) == held
+        assert all(map(torch.equal, held, (1 / scale, scale, 2 * scale)))
+        assert kernel.fused_experts.workspace.tolist() == [7.0, 7.0]
+    reload = model.reload(["layer.scale"])
+    reload.load([])
+    reload.abandon()
+    assert (method.moe_kernel, method.moe_quant_config) == (kernel, config)
+    assert all(map(torch.equal, held, (1 / scale, scale, 2 * scale)))
+
+
+def test_a_reload_that_makes_another_kernel_of_experts_is_an_error() -> None:
+    model = _Model(_Experts(), 3).served({"layer.scale": torch.ones(3)})
+    method = model.layer.quant_method
+    method.dims = 1
+    with pytest.raises(RefitError) as raised:
+        _reload_experts(model, torch.ones(3))
+    assert raised.value.stage == "post_load"
 
 
 class _Refused(Nvfp4):

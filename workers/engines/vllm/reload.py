@@ -31,6 +31,8 @@ from .layouts import has_padding, packing_experts
 _FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
 # The absorbed projections of multi-head latent attention, made from kv_b_proj: MLAAttention's W_UV, W_UK_T, W_K_scale, …
 _MLA_DERIVED = "W_"
+# The part of an experts' kernel that computes.
+_EXPERTS = "fused_experts"
 # Where the kernels of attention inherit the function that makes nothing of weights.
 _ATTENTION = "vllm.v1.attention.backend"
 
@@ -256,15 +258,22 @@ class ScopedReload:
                     made[attribute] = tensor.copy_(new)
         self._beside = {}
         kernels, self._kernels = self._kernels, []
+        others: list[str] = []
         for module, kernel, config in kernels:
             method: Any = module.quant_method
             if (
                 method.moe_kernel is not None or kernel is None
             ):  # else a reload was given up before it made one
                 made = _tensors_of(method.moe_kernel, method.moe_quant_config)
-                _follow_kernel(module, _tensors_of(kernel, config), made)
+                others += _follow_kernel(module, _tensors_of(kernel, config), made)
             # Those of the reload compute with its tensors.
             method.moe_kernel, method.moe_quant_config = kernel, config
+        if others:
+            raise RefitError(
+                f"vLLM's reload makes other kernels of experts than those in use, with whose tensors CUDA graphs would go on: {others[0]}. "
+                "Start vLLM with another moe_backend",
+                stage="post_load",
+            )
 
     def _know_as_shuffled(self) -> None:
         """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
@@ -300,7 +309,7 @@ def follows(module: nn.Module) -> bool:
 
 def _tensors_of(kernel: Any, config: Any) -> dict[str, torch.Tensor]:
     """What a kernel of experts computes with beside what it is given at each call, by where it is held."""
-    holders = {"fused_experts": getattr(kernel, "fused_experts", None), **getattr(config, "__dict__", {})}
+    holders = {_EXPERTS: getattr(kernel, "fused_experts", None), **getattr(config, "__dict__", {})}
     return {
         f"{name}.{key}": value
         for name, holder in holders.items()
@@ -311,23 +320,23 @@ def _tensors_of(kernel: Any, config: Any) -> dict[str, torch.Tensor]:
 
 def _follow_kernel(
     module: nn.Module, held: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]
-) -> None:
+) -> Iterator[str]:
     """Give what the kernel of some experts holds beside their parameters the values that vLLM has made, without moving it.
 
-    Raises:
-        RefitError: vLLM has made something else.
+    Yields:
+        What vLLM has made otherwise.
     """
     storages = {parameter.untyped_storage()._cdata for parameter in module.parameters(recurse=False)}
     for name, tensor in held.items():
         new = made.get(name)
         if new is tensor or tensor.untyped_storage()._cdata in storages:
             continue
+        if new is None and name.startswith(_EXPERTS):
+            continue  # made as the kernel first ran
         if new is None or (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
-            raise RefitError(
-                f"vLLM's reload makes a kernel of experts that has no {name} of {tensor.dtype}{list(tensor.shape)}, as the one in use, "
-                "whose old one CUDA graphs would go on with; start vLLM with another moe_backend",
-                stage="post_load",
-            )
+            now = "nothing" if new is None else f"{new.dtype}{list(new.shape)}"
+            yield f"{name} was {tensor.dtype}{list(tensor.shape)} and is {now}"
+            continue
         tensor.copy_(new)
 
 
