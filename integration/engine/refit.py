@@ -30,6 +30,7 @@ from ..transport import ONE_SIDED, TransferResult, choose
 from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of, rewritten
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
+from ..weights.packing_experts import scales_of_packed
 from ..weights.routing import warn_of_misc
 from ..weights.scale_watch import ScaleWatch
 from .agreement import (
@@ -127,7 +128,7 @@ class RefitEngine:
         specs = agree_on_specs(self.channel, endpoint)
         self._axes: dict[str, Axes] = {}
         self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
-        self._scales = ScaleWatch(formats, self.world.rank)
+        self._scales = ScaleWatch(formats, self.world.rank, scales_of_packed(specs))
         # The engine checks here that the weights fill it, before anything is written.
         fragments, refused = self._fragments(specs)
         if not self.world.is_source:

@@ -19,10 +19,14 @@ from .rearrangement import NotRearranged, Rearrangement, Step, along_dimensions,
 
 # Elements of a tile: no smaller than a word of 32 bits, and as many as one program of the kernel can have.
 _MOST_OF_TILE = 4096
+# Elements of the last dimension that are written for one: whole bytes, and whole numbers of all types.
+_COLUMNS = 8
+# Bytes in which digits are looked for at a time, which takes some ten times as many.
+_LOOKED_AT = 1 << 23
 
 
 class Codes(Protocol):
-    """How digits are written into the elements of a tensor, and read where the step has put them.
+    """How digits are written into elements of a tensor, and read where the step has put them.
 
     Attributes:
         shape: of the tensor, in elements.
@@ -35,10 +39,10 @@ class Codes(Protocol):
     base: int
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
-        """The tensor as the step takes it. ``digits``: uint8 ``[*shape]``, each one more than it is; 0 for none."""
+        """A part of the tensor as the step takes it. ``digits``: uint8, each one more than it is; 0 for none, which is memory of zeros."""
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
-        """The digits of all elements in the order of memory, each one more than it is; 0 for none.
+        """The digits of all elements in some of the bytes of what was made, in the order of memory; each one more than it is; 0 for none.
 
         Raises:
             NotRearranged: something else is there.
@@ -57,8 +61,7 @@ class Nibbles:
         return digits[..., 0::2] | (digits[..., 1::2] << 4)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
-        flat = _bytes(made)
-        return torch.stack((flat & 0xF, flat >> 4), dim=-1).reshape(-1)
+        return torch.stack((made & 0xF, made >> 4), dim=-1).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Letters:
         table[0] = 0
         for digit, byte in enumerate(self.become):
             table[byte] = digit + 1
-        digits = table[_bytes(made).int()]
+        digits = table[made.int()]
         if bool((digits < 0).any()):
             raise NotRearranged("bytes became others than bytes of their value become")
         return digits
@@ -114,7 +117,7 @@ class Bytes:
         return digits.view(self.dtype)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
-        return _bytes(made)
+        return made
 
 
 def _bytes(made: torch.Tensor) -> torch.Tensor:
@@ -134,7 +137,8 @@ def find_codes(
     """Find out where ``step`` puts the elements of packed tensors, each of which stays in memory of its own.
 
     It is asked about the lines through the first element of each tensor alone. Whoever uses the answer has to compare what he makes
-    by it with what the step makes of other values.
+    by it with what the step makes of other values. Beside what the step takes and makes this needs little memory: an engine that asks
+    has given most of its device to weights and caches.
 
     Args:
         step: the same for whatever values.
@@ -153,12 +157,7 @@ def find_codes(
         for power in range(max(powers.values())):
             given = dict(beside())
             for name, codes in tensors.items():
-                digits = torch.zeros(codes.shape, dtype=torch.uint8, device=device)
-                if power < powers.get(name, 0):
-                    line = tuple(slice(None) if d == dim else 0 for d in range(len(codes.shape)))
-                    numbers = torch.arange(codes.shape[dim], device=device)
-                    digits[line] = (numbers // codes.base**power % codes.base + 1).to(torch.uint8)
-                given[name] = codes.write(digits)
+                given[name] = _with_line(codes, dim, power if power < powers.get(name, 0) else None, device)
             made = step(given)
             for name, codes in tensors.items():
                 now = made.get(name)
@@ -167,8 +166,37 @@ def find_codes(
                 if now.numel() * now.element_size() * 8 != prod(codes.shape) * codes.bits:
                     raise NotRearranged(f"{name} has become {now.dtype}{list(now.shape)}")
                 if power < powers.get(name, 0):
-                    runs[name][dim].append(told_places(codes.read(now)))
+                    runs[name][dim].append(_told(codes, now))
+            # Before as much is made once more.
+            del given, made, now
     return {name: along_dimensions(runs[name], codes.shape, codes.base) for name, codes in tensors.items()}
+
+
+def _with_line(codes: Codes, dim: int, power: int | None, device: torch.device) -> torch.Tensor:
+    """A tensor with one digit of the number of each element in the line through the first one; with None, without any."""
+    *others, width = codes.shape
+    last = dim == len(others)
+    columns = width if last else min(width, _COLUMNS)
+    digits = torch.zeros(
+        (*(n if d == dim else 1 for d, n in enumerate(others)), columns), dtype=torch.uint8, device=device
+    )
+    if power is not None:
+        numbers = torch.arange(codes.shape[dim], device=device)
+        line = tuple(slice(None) if d == dim else 0 for d in range(len(codes.shape)))
+        digits[line] = (numbers // codes.base**power % codes.base + 1).to(torch.uint8)
+    part = codes.write(digits)
+    whole = torch.zeros((*others, part.shape[-1] * width // columns), dtype=part.dtype, device=device)
+    whole[tuple(slice(n) for n in part.shape)] = part
+    return whole
+
+
+def _told(codes: Codes, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`.rearrangement.told_places`, of elements."""
+    parts = _bytes(made).split(_LOOKED_AT)
+    found = [told_places(codes.read(part)) for part in parts]
+    step = _LOOKED_AT * 8 // codes.bits
+    places = [own + number * step for number, (own, _) in enumerate(found)]
+    return torch.cat(places), torch.cat([digits for _, digits in found])
 
 
 def digits_of(count: int, base: int) -> int:

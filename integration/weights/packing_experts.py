@@ -6,7 +6,7 @@ A checkpoint in BF16 has the experts of a layer in one tensor ``x`` ``[experts, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -54,6 +54,20 @@ def packed_experts(spec: TensorSpec) -> PackedExperts | None:
         TensorSpec(f"{spec.name}_blocks", (experts, n, count, _HALF), torch.uint8),
         TensorSpec(f"{spec.name}_scales", (experts, n, count), torch.uint8),
     )
+
+
+def scales_of_packed(specs: Iterable[TensorSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of a manifest the scales of experts in MXFP4: by name the codes that stand for the weight, and the block in its dimensions.
+
+    Whoever packed them: a trainer may export a checkpoint in MXFP4 itself.
+    """
+    names = {spec.name: len(spec.shape) for spec in specs}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, dims in names.items():
+        weight, end, rest = name.rpartition("_scales")
+        if end and not rest and dims == 3 and weight.endswith(_ENDS) and f"{weight}_blocks" in names:
+            found[name] = f"{weight}_blocks", (1, 1, mxfp4.BLOCK)
+    return found
 
 
 class ExpertPackingSource:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rlrefit.integration.quantize import e8m0, fp8_blockwise, mxfp8, nvfp4
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from tests.quantize.test_fp8_kernels import (
     compare_cut_blocks_with_torch,
@@ -14,6 +16,7 @@ from tests.quantize.test_fp8_kernels import (
 from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4_with_torch
 from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
+from tests.quantize.test_scale_watch import look_some_at_a_time
 from tests.quantize.weights import same
 
 from .needs import needs
@@ -66,3 +69,10 @@ def test_the_kernel_gives_torchs_bytes() -> None:
 def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         compare_nvfp4_with_torch(dtype, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("format", [Mxfp8(), Fp8Blockwise()], ids=["MXFP8", "FP8 blocks"])
+def test_scales_that_are_no_numbers_are_found_as_on_the_cpu(
+    format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_some_at_a_time(format, torch.device("cuda", 0), monkeypatch)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rlrefit.integration.layout.codes import Letters, Nibbles, Tiling, find_codes, tiled
+from rlrefit.integration.layout import codes as packed_codes
+from rlrefit.integration.layout.codes import Bytes, Letters, Nibbles, Tiling, find_codes, tiled
 from rlrefit.integration.layout.rearrangement import NotRearranged
 from rlrefit.integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
 from tests.marlin import gptq_marlin_repack, permute_scales
@@ -163,3 +168,56 @@ def test_an_order_without_tiles_is_refused() -> None:
     ]
     with pytest.raises(NotRearranged):
         tiled(by, 4)
+
+
+class _Memory(TorchDispatchMode):
+    """Counts the bytes of all storages that torch's operations make inside, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._live:
+                    gone = weakref.ref(storage, lambda _, key=key: self._live.pop(key))
+                    self._live[key] = gone, storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return out
+
+
+def test_an_order_is_found_out_in_little_memory_beside_what_the_step_takes_and_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_codes, "_LOOKED_AT", 1 << 12)
+    experts, n, k = 4, 512, 256
+    letters = tuple(range(1, 255))
+    asked = {
+        "codes": Nibbles((experts, n, k)),
+        "scales": Letters((experts, n, k // 32), torch.uint8, letters, letters),
+        "biases": Bytes((experts, 2 * n), torch.bfloat16),
+    }
+    order = torch.arange(n).view(-1, 8).flip(1).reshape(-1)
+
+    def turn(given: Tensors) -> dict[str, torch.Tensor]:
+        return {name: tensor[:, order].contiguous() for name, tensor in given.items()}
+
+    with _Memory() as memory:
+        found = find_codes(turn, asked, dict, CPU)
+    size = experts * n * (k // 2 + k // 32 + 2)
+    assert memory.peak < 2.5 * size
+    rows = torch.argsort(order).tolist()
+    assert found["codes"].steps[1] == tuple((row - rows[0]) * k for row in rows)
+    assert found["scales"].steps[1] == tuple((row - rows[0]) * (k // 32) for row in rows)
+    at = [2 * row + byte - 2 * rows[0] for row in rows for byte in (0, 1)]
+    assert found["biases"].steps[1] == tuple(at)
+    assert {name: by.first for name, by in found.items()} == {
+        "codes": rows[0] * k,
+        "scales": rows[0] * (k // 32),
+        "biases": 2 * rows[0],
+    }

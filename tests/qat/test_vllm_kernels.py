@@ -11,7 +11,7 @@ from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
 
-from .vllm_kernels import CASES, UNKNOWN, refit_all
+from .vllm_kernels import CASES, RELOADED, UNKNOWN, refit_all
 from .vllm_side import ENVIRONMENT
 
 Reports = dict[str, dict[str, Any]]
@@ -37,6 +37,18 @@ def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: Fo
     assert found["differing after 2"] == []
     assert found["differing after 3"] == []
     assert found["same places"]
+
+
+def test_kernels_of_experts_that_are_reloaded_hold_new_values_where_cuda_graphs_have_them(
+    found_ahead: FoundAhead,
+) -> None:
+    found = found_ahead.by(refit_packed_layers)[RELOADED]
+    assert {name.rpartition(".")[2] for name in found["packed on the misc path"]} >= {"weight", "input_scale"}
+    assert found["differing after 1"] == []
+    assert found["differing after 2"] == []
+    assert found["differing after 3"] == []
+    assert not found["kernels moved after 1"]
+    assert not found["kernels moved after 2"]
 
 
 def test_layers_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahead: FoundAhead) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.model_executor import parameter as vllm_parameters
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
     CompressedTensorsWNA16MoEMethod,
 )
@@ -24,10 +26,14 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlrefit.integration.errors import PlanError, RefitError
+from rlrefit.integration.layout.rearrangement import NotRearranged
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
+from rlrefit.workers.engines.vllm import packed_layers
 from rlrefit.workers.engines.vllm.completeness import absent_elements, check_complete, unused_parameters
 from rlrefit.workers.engines.vllm.layouts import module_layout
+from rlrefit.workers.engines.vllm.nvfp4 import Nvfp4
+from rlrefit.workers.engines.vllm.packed_layers import PackedLayers
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 
 ROWS, COLUMNS, GROUP, BITS = 64, 32, 16, 4
@@ -256,3 +262,98 @@ def test_packed_experts_are_reloaded_in_place_without_indices_twice():
         for name, place in places.items():
             assert live.get_parameter(name).data_ptr() == place
             assert torch.equal(live.get_parameter(name), fresh.get_parameter(name)), name
+
+
+class _Experts(QuantizeMethodBase):
+    """Makes a kernel of the experts' weights each time, as vLLM's methods do."""
+
+    dims = 0
+
+    def create_weights(self, layer, *sizes, weight_loader, **_):
+        layer.register_parameter("scale", nn.Parameter(torch.zeros(*sizes), requires_grad=False))
+        layer.scale.weight_loader = weight_loader
+
+    def apply(self, *_):
+        raise AssertionError
+
+    def process_weights_after_loading(self, layer):
+        inverse = (1 / layer.scale).reshape(*layer.scale.shape, *(1,) * self.dims)
+        self.moe_quant_config = SimpleNamespace(
+            _a1=SimpleNamespace(gscale=inverse, dtype="nvfp4"),
+            _w1=SimpleNamespace(scale=layer.scale),
+            swizzled=True,
+        )
+        self.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(twice=2 * layer.scale))
+
+
+def _reload_experts(model: _Model, scale: torch.Tensor) -> None:
+    reload = model.reload(["layer.scale"])
+    reload.load([("layer.scale", scale)])
+    reload.finish()
+
+
+def test_kernels_of_reloaded_experts_get_new_values_where_they_are() -> None:
+    model = _Model(_Experts(), 3).served({"layer.scale": torch.tensor([1.0, 2.0, 4.0])})
+    method = model.layer.quant_method
+    kernel, config = method.moe_kernel, method.moe_quant_config
+    kernel.fused_experts.workspace = torch.full((2,), 7.0)  # made as it first ran
+    held = config._a1.gscale, config._w1.scale, kernel.fused_experts.twice
+    for scale in (torch.tensor([8.0, 16.0, 32.0]), torch.tensor([0.5, 0.25, 2.0])):
+        _reload_experts(model, scale)
+        assert (method.moe_kernel, method.moe_quant_config) == (kernel, config)
+        assert (config._a1.gscale, config._w1.scale, kernel.fused_experts.twice) == held
+        assert all(map(torch.equal, held, (1 / scale, scale, 2 * scale)))
+        assert kernel.fused_experts.workspace.tolist() == [7.0, 7.0]
+    reload = model.reload(["layer.scale"])
+    reload.load([])
+    reload.abandon()
+    assert (method.moe_kernel, method.moe_quant_config) == (kernel, config)
+    assert all(map(torch.equal, held, (1 / scale, scale, 2 * scale)))
+
+
+def test_a_reload_that_makes_another_kernel_of_experts_is_an_error() -> None:
+    model = _Model(_Experts(), 3).served({"layer.scale": torch.ones(3)})
+    method = model.layer.quant_method
+    method.dims = 1
+    with pytest.raises(RefitError) as raised:
+        _reload_experts(model, torch.ones(3))
+    assert raised.value.stage == "post_load"
+
+
+class _Refused(Nvfp4):
+    """A format whose layers can't be asked about, by some error; ``asked_with`` are tensors that were made for it."""
+
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        self._kind, self._text = kind, text
+        self.asked_with: list[weakref.ref[torch.Tensor]] = []
+
+    def kind(self, live: nn.Module) -> str:
+        return "any"
+
+    def kernel(self, live: Any) -> str:
+        return "any"
+
+    def asked(self, *_: Any) -> Any:
+        tensor = torch.zeros(1)
+        self.asked_with.append(weakref.ref(tensor))
+        raise self._kind(self._text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory", "gpu_memory_utilization"),
+        (NotRearranged, "it does more", "it does more"),
+    ],
+)
+def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(kind, text, told, monkeypatch):
+    refused = _Refused(kind, text)
+    monkeypatch.setattr(packed_layers, "_FORMATS", (refused,))
+    live = nn.Linear(2, 2)
+    live.params_dtype = torch.bfloat16
+    layers = PackedLayers(VllmConfig(), torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(NotRearranged, match=told):
+            layers.of(live, live)
+    [tensor] = refused.asked_with
+    assert tensor() is None

@@ -115,7 +115,10 @@ def _state(model: torch.nn.Module) -> Tensors:
             f"{name}.{key}": held for key, held in vars(module).items() if isinstance(held, torch.Tensor)
         }
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
-        parts = ("w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas")
+        parts = (
+            *("w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas"),
+            *("a1_gscale", "a2_gscale"),
+        )
         found |= {
             f"{name}, {part} of its kernel": held
             for part in parts

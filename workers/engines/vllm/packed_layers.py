@@ -103,7 +103,8 @@ class PackedLayers:
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self._vllm_config = vllm_config
         self._device = device
-        self._known: dict[tuple[Any, ...], PackedForm | NotRearranged] = {}
+        # The form, or why there is none: not the error, whose traceback would keep the tensors that were asked with.
+        self._known: dict[tuple[Any, ...], PackedForm | str] = {}
 
     def of(self, live: nn.Module, twin: nn.Module) -> PackedForm | None:
         """How a module is made of what is loaded.
@@ -137,10 +138,15 @@ class PackedLayers:
             try:
                 self._known[key] = self._found_out(live, loaded, kernel, format)
             except NotRearranged as reason:
-                self._known[key] = reason
+                self._known[key] = str(reason)
+            except torch.OutOfMemoryError:
+                self._known[key] = (
+                    "the device has too little memory left to find out what vLLM makes of it: several times that of one such layer; "
+                    "start vLLM with a lower gpu_memory_utilization"
+                )
         known = self._known[key]
-        if isinstance(known, NotRearranged):
-            raise NotRearranged(str(known))
+        if isinstance(known, str):
+            raise NotRearranged(known)
         if known.held != _strided(held(live)):
             raise NotRearranged("other weights of these shapes do not become what the live ones are")
         return known

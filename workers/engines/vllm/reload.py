@@ -31,6 +31,8 @@ from .layouts import has_padding, packing_experts
 _FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
 # The absorbed projections of multi-head latent attention, made from kv_b_proj: MLAAttention's W_UV, W_UK_T, W_K_scale, …
 _MLA_DERIVED = "W_"
+# The part of an experts' kernel that computes.
+_EXPERTS = "fused_experts"
 # Where the kernels of attention inherit the function that makes nothing of weights.
 _ATTENTION = "vllm.v1.attention.backend"
 
@@ -223,14 +225,15 @@ class ScopedReload:
         ]
         for module in self._shuffled:
             module.exllama_state = type(module.exllama_state)["UNINITIALIZED"]
-        # UnquantizedFusedMoEMethod has its kernel pack experts as it makes the kernel, and makes none where it has one.
-        self._kernels = [
-            (method, method.moe_kernel, method.moe_quant_config)
-            for module in self._modules.values()
-            if packing_experts(method := getattr(module, "quant_method", None))
-        ]
-        for method, _, _ in self._kernels:
-            method.moe_kernel = None
+        self._kernels = []
+        for module in self._modules.values():
+            method: Any = getattr(module, "quant_method", None)
+            held = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
+            if held != (None, None):
+                self._kernels.append((module, *held))
+            if packing_experts(method):
+                # UnquantizedFusedMoEMethod has its kernel pack experts as it makes the kernel, and makes none where it has one.
+                method.moe_kernel = None
         with self._context():
             initialize_layerwise_reload(self._scope)
         for name, count in self._absent.items():
@@ -241,8 +244,11 @@ class ScopedReload:
     def _put_back_beside(self) -> None:
         """What post-load processing makes anew beside parameters and buffers goes where CUDA graphs have it.
 
-        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory. And
-        experts get their kernels back.
+        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory. So are what
+        kernels of experts hold, such as the inverse scales of NVFP4's inputs, and experts get their kernels back.
+
+        Raises:
+            RefitError: a kernel of experts has become another one.
         """
         for name, held in self._beside.items():
             made = vars(self._modules[name])
@@ -251,10 +257,23 @@ class ScopedReload:
                 if isinstance(new, torch.Tensor) and new is not tensor:
                     made[attribute] = tensor.copy_(new)
         self._beside = {}
-        # Those that were made beside these computed with tensors of the reload.
-        for method, kernel, config in self._kernels:
+        kernels, self._kernels = self._kernels, []
+        others: list[str] = []
+        for module, kernel, config in kernels:
+            method: Any = module.quant_method
+            if (
+                method.moe_kernel is not None or kernel is None
+            ):  # else a reload was given up before it made one
+                made = _tensors_of(method.moe_kernel, method.moe_quant_config)
+                others += _follow_kernel(module, _tensors_of(kernel, config), made)
+            # Those of the reload compute with its tensors.
             method.moe_kernel, method.moe_quant_config = kernel, config
-        self._kernels = []
+        if others:
+            raise RefitError(
+                f"vLLM's reload makes other kernels of experts than those in use, with whose tensors CUDA graphs would go on: {others[0]}. "
+                "Start vLLM with another moe_backend",
+                stage="post_load",
+            )
 
     def _know_as_shuffled(self) -> None:
         """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
@@ -286,6 +305,39 @@ def follows(module: nn.Module) -> bool:
     A head that is tied to the embedding and has a packed copy (on CPUs) does. vLLM's reload would wait for weights of its own.
     """
     return type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
+
+
+def _tensors_of(kernel: Any, config: Any) -> dict[str, torch.Tensor]:
+    """What a kernel of experts computes with beside what it is given at each call, by where it is held."""
+    holders = {_EXPERTS: getattr(kernel, "fused_experts", None), **getattr(config, "__dict__", {})}
+    return {
+        f"{name}.{key}": value
+        for name, holder in holders.items()
+        for key, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _follow_kernel(
+    module: nn.Module, held: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Give what the kernel of some experts holds beside their parameters the values that vLLM has made, without moving it.
+
+    Yields:
+        What vLLM has made otherwise.
+    """
+    storages = {parameter.untyped_storage()._cdata for parameter in module.parameters(recurse=False)}
+    for name, tensor in held.items():
+        new = made.get(name)
+        if new is tensor or tensor.untyped_storage()._cdata in storages:
+            continue
+        if new is None and name.startswith(_EXPERTS):
+            continue  # made as the kernel first ran
+        if new is None or (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
+            now = "nothing" if new is None else f"{new.dtype}{list(new.shape)}"
+            yield f"{name} was {tensor.dtype}{list(tensor.shape)} and is {now}"
+            continue
+        tensor.copy_(new)
 
 
 def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:

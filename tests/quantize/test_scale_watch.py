@@ -1,0 +1,96 @@
+"""The look at scales that reach an engine: all are seen, in little memory, and what is wrong is told by name and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
+from rlrefit.integration.weights import scale_watch
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.integration.weights.scale_watch import ScaleWatch
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 10, 7
+PLACED, LOADED = range(4), range(4, 6)
+
+
+def _name(number: int) -> str:
+    return f"layers.{number}.weight"
+
+
+@pytest.fixture(params=[Mxfp8(), Fp8Blockwise()], ids=["MXFP8", "FP8 blocks"])
+def format(request: pytest.FixtureRequest) -> Format:
+    found: Format = request.param
+    return found
+
+
+class _Arriving:
+    """Scales of six weights, of which four land in place and two are loaded."""
+
+    def __init__(self, format: Format, device: torch.device):
+        self._device = device
+        self.bad = 255 if format.scale_dtype == torch.uint8 else float("nan")
+        self.tensors = [
+            torch.full((ROWS, COLUMNS), 100, dtype=format.scale_dtype, device=device)
+            for _ in (*PLACED, *LOADED)
+        ]
+        self._names = [_name(number) + format.scale_name_end for number in (*PLACED, *LOADED)]
+        self.watch = ScaleWatch({_name(number): format for number in (*PLACED, *LOADED)}, 3)
+        placed = [
+            Fragment(self._names[i], (2 * ROWS, COLUMNS), ((ROWS, 2 * ROWS), (0, COLUMNS)), self.tensors[i])
+            for i in PLACED
+        ]
+        loaded = [TensorSpec(self._names[i], (ROWS, COLUMNS), format.scale_dtype) for i in LOADED]
+        self.watch.bind(placed, loaded, device)
+
+    def refit(self) -> None:
+        """Raises what the watch does."""
+        weights: Mapping[str, torch.Tensor] = {self._names[i]: self.tensors[i] for i in LOADED}
+        assert dict(self.watch.passing(weights.items())) == weights
+        self.watch.look()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self.watch.require_finite()
+
+
+def test_scales_are_looked_at_some_at_a_time_and_what_is_wrong_is_told_by_name_and_place(
+    format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_some_at_a_time(format, CPU, monkeypatch)
+
+
+def look_some_at_a_time(format: Format, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor of scales after the other has something wrong."""
+    one = ROWS * COLUMNS * format.scale_dtype.itemsize
+    monkeypatch.setattr(scale_watch, "AT_ONCE_BYTES", 2 * one)
+    arriving = _Arriving(format, device)
+    assert arriving.watch.nbytes == 4 * one
+    arriving.refit()
+    height, width = format.block
+    for number, tensor in enumerate(arriving.tensors):
+        tensor[3, 5] = arriving.bad
+        with pytest.raises(RefitError) as raised:
+            arriving.refit()
+        assert raised.value.parameter == _name(number)
+        assert raised.value.rank == 3
+        row = (3 + ROWS * (number in PLACED)) * height
+        assert f"[{row}:{row + height}, {5 * width}:{6 * width}]" in str(raised.value)
+        tensor[3, 5] = 100
+        arriving.refit()
+    arriving.tensors[0][0, 0] = arriving.tensors[5][0, 0] = arriving.bad
+    with pytest.raises(RefitError) as raised:
+        arriving.refit()
+    assert raised.value.parameter == _name(0)
+
+
+def test_what_lies_in_place_and_fits_at_once_is_held_once(format: Format) -> None:
+    watch = ScaleWatch({_name(0): format}, 0)
+    scales = torch.full((ROWS, COLUMNS), 1, dtype=format.scale_dtype)
+    name = _name(0) + format.scale_name_end
+    watch.bind([Fragment(name, (ROWS, COLUMNS), ((0, ROWS), (0, COLUMNS)), scales)], [], CPU)
+    assert watch.nbytes == scales.nbytes
