@@ -11,6 +11,7 @@ import pytest
 
 from tests import vllm_cpu
 from tests.ahead import FoundAhead
+from tests.limits import Limits
 
 # Read as torch and Ray load, here and in what tests start.
 os.environ.update(
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Limits())
     cpu = config.getoption("--vllm-cpu")
     os.environ[vllm_cpu.VARIABLE] = cpu
     # Others are played in processes of their own.
@@ -52,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_is_done_ahead)
     for item in filter(_is_done_ahead, items):
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(900))  # whatever is done before it
+            item.add_marker(pytest.mark.timeout(600))  # whatever is done before it
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -51,6 +52,12 @@ def die(folder: Path) -> None:
     os._exit(3)
 
 
+def wait_in_c(folder: Path) -> None:
+    child = subprocess.Popen(["sleep", "300"])
+    (folder / "pid").write_text(str(child.pid))
+    child.wait()
+
+
 def module_with(*works: Work) -> ModuleType:
     module = ModuleType("module")
     module.AHEAD = works  # type: ignore[attr-defined]
@@ -80,6 +87,17 @@ def test_what_is_not_begun_when_a_test_waits_is_begun_beside_and_no_nicer_where_
     found = FoundAhead([module_with(wait_for_the_last, tell_niceness_in_time, tell_folder)], tmp_path)
     assert found.by(wait_for_the_last).endswith("tell_folder")
     assert found.by(tell_niceness_in_time) == os.nice(0)
+    found.close()
+
+
+def test_work_that_takes_too_long_tells_where_it_is_and_ends_with_what_it_started(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(wait_in_c, tell_folder)], tmp_path, longest_s=5.0)
+    with pytest.raises(WorkFailed, match=r"(?s)wait_in_c took longer than 5.0 s:.* in wait_in_c"):
+        found.by(wait_in_c)
+    [file] = tmp_path.glob("*wait_in_c/pid")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(file.read_text())).wait(10)
+    assert found.by(tell_folder).is_dir()
     found.close()
 
 

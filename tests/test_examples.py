@@ -22,7 +22,7 @@ import pytest
 from tests.ahead import FoundAhead
 from tests.catalog.shrunken import CONFIGS
 from tests.servers import spawn_context
-from tests.spawn import free_port, run_alone, run_together
+from tests.spawn import PATIENT_S, free_port, run_alone, run_together
 from tests.vllm_processes import vllm_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -31,11 +31,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def inherit_the_mixin(folder: Path) -> str:
     """What it prints; its ranks are forks, but where they take GPUs, which nothing forked can."""
     if not Path("/dev/nvidiactl").exists():
-        return str(run_alone(_inherit_the_mixin, environment={}, timeout_s=800.0))
+        return str(run_alone(_inherit_the_mixin, environment={}, timeout_s=PATIENT_S))
     command = [sys.executable, str(EXAMPLES / "inherit_the_mixin.py")]
     # The server of the tests' processes hides GPUs.
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

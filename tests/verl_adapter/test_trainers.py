@@ -14,7 +14,7 @@ import pytest
 
 from examples.verl.on_cpus import CPU, PLATFORM, named_vllm
 from tests.ahead import FoundAhead, keeping_time
-from tests.spawn import run_alone
+from tests.spawn import PATIENT_S, run_alone
 from tests.verl_adapter.test_shards import LOADED
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import warm_python
@@ -62,7 +62,7 @@ def grpo(folder: Path) -> Run:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": ":".join(path),
     }
-    run_alone(_drive, folder, path, environment=own, timeout_s=900.0, made_by=vllm_processes)
+    run_alone(_drive, folder, path, environment=own, timeout_s=PATIENT_S, made_by=vllm_processes)
 
     def lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
