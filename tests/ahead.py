@@ -36,6 +36,16 @@ def keeping_time[W: Callable[..., Any]](work: W) -> W:
     return work
 
 
+def lasting[W: Callable[..., Any]](longest_s: float) -> Callable[[W], W]:
+    """Mark a work that only ``make test-all`` does as one that may take so many seconds."""
+
+    def mark(work: W) -> W:
+        work.longest_s = longest_s  # type: ignore[attr-defined]
+        return work
+
+    return mark
+
+
 class WorkFailed(AssertionError):
     """A work raised, or did not end in time; the text holds its traceback, or those of all its threads."""
 
@@ -88,7 +98,8 @@ class FoundAhead:
                 break  # the other process has begun the last one
             folder = self._root / _name(work)
             try:
-                answer = pool.submit(_answer_of, work, folder, self._longest_s).result()
+                longest_s = getattr(work, "longest_s", self._longest_s)
+                answer = pool.submit(_answer_of, work, folder, longest_s).result()
                 self._answers[work].set_result(answer)
             except BaseException as error:
                 self._answers[work].set_exception(self._told_late(folder) or error)
@@ -103,7 +114,7 @@ class FoundAhead:
         where = _where(folder)
         if not (where.exists() and (told := where.read_text())):
             return None
-        return WorkFailed(f"{folder.name} took longer than {self._longest_s} s:\n{told}")
+        return WorkFailed(f"{folder.name} took longer than it may:\n{told}")
 
     def _process(self) -> tuple[ProcessPoolExecutor, int]:
         """What does works, and the number of its process."""

@@ -92,7 +92,7 @@ def test_what_is_not_begun_when_a_test_waits_is_begun_beside_and_no_nicer_where_
 
 def test_work_that_takes_too_long_tells_where_it_is_and_ends_with_what_it_started(tmp_path: Path) -> None:
     found = FoundAhead([module_with(wait_in_c, tell_folder)], tmp_path, longest_s=5.0)
-    with pytest.raises(WorkFailed, match=r"(?s)wait_in_c took longer than 5.0 s:.* in wait_in_c"):
+    with pytest.raises(WorkFailed, match=r"(?s)wait_in_c took longer than it may:.* in wait_in_c"):
         found.by(wait_in_c)
     [file] = tmp_path.glob("*wait_in_c/pid")
     with contextlib.suppress(psutil.NoSuchProcess):

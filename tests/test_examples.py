@@ -83,7 +83,6 @@ def _rank_of_megatron_to_vllm(folder: Path) -> str:
 AHEAD = (inherit_the_mixin, megatron_to_vllm)
 
 
-@pytest.mark.timeout(900)
 def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine_while_it_is_offloaded(
     found_ahead: FoundAhead,
 ) -> None:
@@ -92,7 +91,6 @@ def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine
     assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
 
 
-@pytest.mark.timeout(900)
 def test_a_vllm_that_begins_with_random_weights_has_those_of_a_megatron_ppo_worker_after_each_refit(
     found_ahead: FoundAhead,
 ) -> None:

@@ -27,8 +27,6 @@ from tests.policy_scenes import (
 )
 from tests.spawn import PATIENT_S, run_ranks, run_together
 
-pytestmark = pytest.mark.timeout(900)
-
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "tied": ("qwen3-tied", {}),

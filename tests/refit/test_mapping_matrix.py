@@ -80,7 +80,6 @@ def wrong(found_ahead: FoundAhead) -> dict[tuple[str, TrainLayout], str]:
     return found_ahead.by(try_all_cases)
 
 
-@pytest.mark.timeout(900)  # the first test to ask for it waits for all cases
 @pytest.mark.parametrize("case", EXPERTS + DENSE, ids=lambda case: f"{case[0]}-{name_of(case[1])}")
 def test_every_mapping_lands_bit_for_bit_by_p2p_and_by_golden(
     wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]

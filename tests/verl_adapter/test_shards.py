@@ -138,7 +138,6 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
 
 
 AHEAD = (updates,)
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

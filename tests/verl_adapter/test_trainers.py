@@ -10,8 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.verl.on_cpus import CPU, PLATFORM, named_vllm
 from tests.ahead import FoundAhead, keeping_time
 from tests.spawn import PATIENT_S, run_alone
@@ -103,7 +101,6 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
 
 
 AHEAD = (grpo,)
-pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_each_step(
