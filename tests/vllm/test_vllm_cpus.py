@@ -29,6 +29,8 @@ LIBRARIES = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C", "amx
 CONFIGS = {"plain": moe_config(), "packable": moe_config(expert_size=32 * RANKS)}
 # One CPU that packs experts which the model's own loader writes.
 OWN_LOADER = "avx512_bf16"
+# Its library packs as the one for BF16 does: test_vllm_packing_code.py compares both, on every machine.
+BETWEEN = "avx512"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class OfCpu:
 
 
 def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
+    return refit_on_cpus([cpu for cpu in vllm_cpu.CPUS if cpu != BETWEEN], folder)
+
+
+def refit_on_cpus(wanted: Sequence[str], folder: Path) -> dict[str, OfCpu]:
     cases = [
         Case(
             *(str(write_checkpoint(folder / f"{name}-{seed}", config, seed)) for seed in (1, 2)),
@@ -56,7 +62,7 @@ def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
     cases.append(own_loader)
     # CPUs that the machine is share a server of processes if they share a library.
     servers: dict[str, list[str]] = {}
-    for cpu in vllm_cpu.CPUS:
+    for cpu in wanted:
         servers.setdefault(LIBRARIES[cpu] if vllm_cpu.is_here(cpu) else cpu, []).append(cpu)
     found: dict[str, OfCpu] = {}
     of_the_session = vllm_cpu.chosen()
@@ -94,9 +100,18 @@ def refit_on(cpus: Sequence[str], cases: Sequence[Case], own_loader: Case) -> di
 AHEAD = (refit_on_each_cpu,)
 
 
-@pytest.fixture(params=list(vllm_cpu.CPUS))
+@pytest.fixture(scope="module")
+def between(tmp_path_factory: pytest.TempPathFactory) -> OfCpu:
+    return refit_on_cpus([BETWEEN], tmp_path_factory.mktemp("between"))[BETWEEN]
+
+
+@pytest.fixture(
+    params=[pytest.param(cpu, marks=pytest.mark.full) if cpu == BETWEEN else cpu for cpu in vllm_cpu.CPUS]
+)
 def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, OfCpu]:
     """The CPU, and what was seen on it."""
+    if request.param == BETWEEN:
+        return BETWEEN, request.getfixturevalue("between")
     return request.param, found_ahead.by(refit_on_each_cpu)[request.param]
 
 
