@@ -12,6 +12,7 @@ from typing import Any
 
 from examples.verl.on_cpus import CPU, PLATFORM, named_vllm
 from tests.ahead import FoundAhead, keeping_time
+from tests.ray_cluster import patient_ray
 from tests.spawn import PATIENT_S, run_alone
 from tests.verl_adapter.test_shards import LOADED
 from tests.vllm_processes import vllm_processes
@@ -81,6 +82,7 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
     example = import_module("compare")
     import_module("arithmetic").write(folder)
     with (
+        patient_ray(),
         warm_python(vllm_processes, LOADED) as python,
         initialize_config_dir(str(EXAMPLES), version_base=None),
     ):
