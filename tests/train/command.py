@@ -57,7 +57,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 280.0) -> tuple[in
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        output, _ = process.communicate()
+        output, _ = process.communicate(timeout=30)
         raise AssertionError(f"the command ran longer than {timeout_s} s:\n{output}") from None
     return process.returncode, output
 
