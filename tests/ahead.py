@@ -14,7 +14,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, Pipe, wait
@@ -36,6 +36,12 @@ def keeping_time[W: Callable[..., Any]](work: W) -> W:
     return work
 
 
+def of_all_tests[W: Callable[..., Any]](work: W) -> W:
+    """Mark a work that only tests of its module which are marked ``full`` ask for."""
+    work.of_all_tests = True  # type: ignore[attr-defined]
+    return work
+
+
 def lasting[W: Callable[..., Any]](longest_s: float) -> Callable[[W], W]:
     """Mark a work that only ``make test-all`` does as one that may take so many seconds."""
 
@@ -51,15 +57,20 @@ class WorkFailed(AssertionError):
 
 
 class FoundAhead:
-    """What works returned, each of which got a folder of its own, and may take ``longest_s`` seconds.
+    """What works of modules returned, each of which got a folder of its own, and may take ``longest_s`` seconds.
+
+    ``modules`` tells of each whether there are tests of it that are marked ``full``.
 
     One process does them in the order of the modules. Once a test has to wait, a second process takes those that have
     not begun, the last ones first.
     """
 
-    def __init__(self, modules: Iterable[ModuleType], root: Path, longest_s: float = _LONGEST_S):
+    def __init__(self, modules: Mapping[ModuleType, bool], root: Path, longest_s: float = _LONGEST_S):
         self._answers: dict[Work, Future[bytes]] = {
-            work: Future() for module in modules for work in getattr(module, "AHEAD", ())
+            work: Future()
+            for module, full in modules.items()
+            for work in getattr(module, "AHEAD", ())
+            if full or not hasattr(work, "of_all_tests")
         }
         self._left = deque(self._answers)
         self._root, self._longest_s = root, longest_s

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
@@ -83,9 +84,11 @@ def found_ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, servers_of_processes: None
 ) -> Iterator[FoundAhead]:
     """What the modules of all tests that were collected want to have begun as early as can be."""
-    modules = dict.fromkeys(
-        item.module for item in request.session.items if isinstance(item, pytest.Function)
-    )
+    modules: dict[ModuleType, bool] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function):
+            full = item.get_closest_marker("full") is not None
+            modules[item.module] = modules.get(item.module, False) or full
     found = FoundAhead(modules, tmp_path_factory.mktemp("ahead"))
     yield found
     found.close()
