@@ -19,7 +19,7 @@ from vllm_cpu_ranks import RANKS, Found, refit_by_a_loader_of_its_own, refit_exp
 from vllm_ranks import Case, Layout
 
 from tests import vllm_cpu
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import write_pair
 from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
@@ -29,8 +29,8 @@ LIBRARIES = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C", "amx
 CONFIGS = {"plain": moe_config(), "packable": moe_config(expert_size=32 * RANKS)}
 # One CPU that packs experts which the model's own loader writes.
 OWN_LOADER = "avx512_bf16"
-# Its library packs as the one for BF16 does: test_vllm_packing_code.py compares both, on every machine.
-BETWEEN = "avx512"
+# Of make test-all: on every machine, test_vllm_packing_code.py compares what their libraries pack.
+OTHERS = ("avx512", "amx")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,12 @@ class OfCpu:
 
 
 def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
-    return refit_on_cpus([cpu for cpu in vllm_cpu.CPUS if cpu != BETWEEN], folder)
+    return refit_on_cpus([cpu for cpu in vllm_cpu.CPUS if cpu not in OTHERS], folder)
+
+
+@of_all_tests
+def refit_on_others(folder: Path) -> dict[str, OfCpu]:
+    return refit_on_cpus(OTHERS, folder)
 
 
 def refit_on_cpus(wanted: Sequence[str], folder: Path) -> dict[str, OfCpu]:
@@ -97,22 +102,16 @@ def refit_on(cpus: Sequence[str], cases: Sequence[Case], own_loader: Case) -> di
     return found
 
 
-AHEAD = (refit_on_each_cpu,)
-
-
-@pytest.fixture(scope="module")
-def between(tmp_path_factory: pytest.TempPathFactory) -> OfCpu:
-    return refit_on_cpus([BETWEEN], tmp_path_factory.mktemp("between"))[BETWEEN]
+AHEAD = (refit_on_each_cpu, refit_on_others)
 
 
 @pytest.fixture(
-    params=[pytest.param(cpu, marks=pytest.mark.full) if cpu == BETWEEN else cpu for cpu in vllm_cpu.CPUS]
+    params=[pytest.param(cpu, marks=pytest.mark.full) if cpu in OTHERS else cpu for cpu in vllm_cpu.CPUS]
 )
 def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, OfCpu]:
     """The CPU, and what was seen on it."""
-    if request.param == BETWEEN:
-        return BETWEEN, request.getfixturevalue("between")
-    return request.param, found_ahead.by(refit_on_each_cpu)[request.param]
+    work = refit_on_others if request.param in OTHERS else refit_on_each_cpu
+    return request.param, found_ahead.by(work)[request.param]
 
 
 def test_ranks_form_groups_that_add_up_on_each_cpu(found):

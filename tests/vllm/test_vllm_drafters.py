@@ -18,7 +18,7 @@ from vllm_ranks import Case, Layout
 from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 from rlrefit.workers.engines.vllm.drafters import check_drafter, check_follows, live_drafter
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import write_pair
 from tests.families.expected import VLLM, is_of
 from tests.spawn import PATIENT_S, run_ranks
@@ -204,7 +204,12 @@ def refit_each(cases: dict[str, tuple[str, int, bool]], folder: Path) -> dict[st
     return found
 
 
-AHEAD = (refit_drafters,)
+@of_all_tests
+def refit_drafters_on_one_rank(folder: Path) -> dict[str, list[DraftedRank]]:
+    return refit_each(ALONE, folder)
+
+
+AHEAD = (refit_drafters, refit_drafters_on_one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +218,8 @@ def results(found_ahead: FoundAhead) -> dict[str, list[DraftedRank]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[DraftedRank]]:
-    return refit_each(ALONE, tmp_path_factory.mktemp("alone"))
+def alone(found_ahead: FoundAhead) -> dict[str, list[DraftedRank]]:
+    return found_ahead.by(refit_drafters_on_one_rank)
 
 
 @pytest.fixture

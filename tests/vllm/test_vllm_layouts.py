@@ -10,7 +10,7 @@ import torch
 from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import PATIENT_S, run_ranks
@@ -143,7 +143,12 @@ def refit_on(ranks: int, cases: dict[str, Case]) -> dict[str, list[RankResult]]:
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-AHEAD = (refit_all_cases,)
+@of_all_tests
+def refit_families_on_one_rank(folder: Path) -> Results:
+    return Results(refit_on(1, in_families(folder, 1)))
+
+
+AHEAD = (refit_all_cases, refit_families_on_one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +157,8 @@ def results(found_ahead: FoundAhead) -> Results:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(refit_on(1, in_families(tmp_path_factory.mktemp("alone"), 1)))
+def alone(found_ahead: FoundAhead) -> Results:
+    return found_ahead.by(refit_families_on_one_rank)
 
 
 @pytest.fixture
