@@ -6,13 +6,15 @@ does it, so that it shares neither random state nor environment nor files with t
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import pickle
 import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, Pipe, wait
@@ -24,6 +26,8 @@ Work = Callable[[Path], Any]
 
 # The other tests come first, but not so far that this would stand still on a busy machine.
 _NICENESS = 5
+# Of a work, from its start. The limits of the ranks in it are shorter, and theirs tell more.
+_LONGEST_S = 450.0
 
 
 def keeping_time[W: Callable[..., Any]](work: W) -> W:
@@ -32,23 +36,44 @@ def keeping_time[W: Callable[..., Any]](work: W) -> W:
     return work
 
 
+def of_all_tests[W: Callable[..., Any]](work: W) -> W:
+    """Mark a work that only tests of its module which are marked ``full`` ask for."""
+    work.of_all_tests = True  # type: ignore[attr-defined]
+    return work
+
+
+def lasting[W: Callable[..., Any]](longest_s: float) -> Callable[[W], W]:
+    """Mark a work that only ``make test-all`` does as one that may take so many seconds."""
+
+    def mark(work: W) -> W:
+        work.longest_s = longest_s  # type: ignore[attr-defined]
+        return work
+
+    return mark
+
+
 class WorkFailed(AssertionError):
-    """A work raised; the text holds its traceback."""
+    """A work raised, or did not end in time; the text holds its traceback, or those of all its threads."""
 
 
 class FoundAhead:
-    """What works returned, each of which got a folder of its own.
+    """What works of modules returned, each of which got a folder of its own, and may take ``longest_s`` seconds.
+
+    ``modules`` tells of each whether there are tests of it that are marked ``full``.
 
     One process does them in the order of the modules. Once a test has to wait, a second process takes those that have
     not begun, the last ones first.
     """
 
-    def __init__(self, modules: Iterable[ModuleType], root: Path):
+    def __init__(self, modules: Mapping[ModuleType, bool], root: Path, longest_s: float = _LONGEST_S):
         self._answers: dict[Work, Future[bytes]] = {
-            work: Future() for module in modules for work in getattr(module, "AHEAD", ())
+            work: Future()
+            for module, full in modules.items()
+            for work in getattr(module, "AHEAD", ())
+            if full or not hasattr(work, "of_all_tests")
         }
         self._left = deque(self._answers)
-        self._root = root
+        self._root, self._longest_s = root, longest_s
         self._lanes = ThreadPoolExecutor(2)
         self._theirs, self._ours = Pipe(duplex=False)  # it closes with the session
         self._helped = False
@@ -59,7 +84,7 @@ class FoundAhead:
         """What a work returned; waits for it.
 
         Raises:
-            WorkFailed: it raised.
+            WorkFailed: it raised, or did not end in time.
             BrokenProcessPool: its process died.
         """
         assert work in self._answers, f"no module that was collected has {_name(work)} in AHEAD"
@@ -76,25 +101,38 @@ class FoundAhead:
         self._theirs.close()
 
     def _do_all(self, take: Callable[[], Work]) -> None:
-        pool = self._process()
+        pool, leader = self._process()
         while self._left:
             try:
                 work = take()
             except IndexError:
                 break  # the other process has begun the last one
+            folder = self._root / _name(work)
             try:
-                answer = pool.submit(_answer_of, work, self._root / _name(work)).result()
+                longest_s = getattr(work, "longest_s", self._longest_s)
+                answer = pool.submit(_answer_of, work, folder, longest_s).result()
                 self._answers[work].set_result(answer)
             except BaseException as error:
-                self._answers[work].set_exception(error)
+                self._answers[work].set_exception(self._told_late(folder) or error)
                 if isinstance(error, BrokenProcessPool):
-                    pool = self._process()
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(leader, signal.SIGKILL)  # what it has started
+                    pool, leader = self._process()
         pool.shutdown()
 
-    def _process(self) -> ProcessPoolExecutor:
+    def _told_late(self, folder: Path) -> WorkFailed | None:
+        """The error of a work whose time was over."""
+        where = _where(folder)
+        if not (where.exists() and (told := where.read_text())):
+            return None
+        return WorkFailed(f"{folder.name} took longer than it may:\n{told}")
+
+    def _process(self) -> tuple[ProcessPoolExecutor, int]:
+        """What does works, and the number of its process."""
         from tests.servers import processes  # which only sessions with tests that want them shall start
 
-        return ProcessPoolExecutor(1, processes(), _begin, (self._theirs,))
+        pool = ProcessPoolExecutor(1, processes(), _begin, (self._theirs,))
+        return pool, pool.submit(os.getpid).result()
 
 
 def _name(work: Work) -> str:
@@ -120,11 +158,21 @@ def _end_with(session: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer_of(work: Work, folder: Path) -> bytes:
+def _where(folder: Path) -> Path:
+    """The file for where a work is when its time is over."""
+    return folder.with_name(f"{folder.name}.where")
+
+
+def _answer_of(work: Work, folder: Path, longest_s: float) -> bytes:
     folder.mkdir()
-    try:
-        found = _in_time.submit(work, folder).result() if hasattr(work, "keeps_time") else work(folder)
-        # Not by the pool: torch makes that pass tensors through a socket of the sender, which may be gone.
-        return pickle.dumps(found)
-    except BaseException:
-        raise WorkFailed(traceback.format_exc()) from None
+    with _where(folder).open("w") as where:
+        # It ends the process also where a thread is in C, which no exception reaches.
+        faulthandler.dump_traceback_later(longest_s, exit=True, file=where)
+        try:
+            found = _in_time.submit(work, folder).result() if hasattr(work, "keeps_time") else work(folder)
+            # Not by the pool: torch makes that pass tensors through a socket of the sender, which may be gone.
+            return pickle.dumps(found)
+        except BaseException:
+            raise WorkFailed(traceback.format_exc()) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()

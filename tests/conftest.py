@@ -6,11 +6,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
 from tests import vllm_cpu
 from tests.ahead import FoundAhead
+from tests.limits import Limits
 
 # Read as torch and Ray load, here and in what tests start.
 os.environ.update(
@@ -41,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Limits())
     cpu = config.getoption("--vllm-cpu")
     os.environ[vllm_cpu.VARIABLE] = cpu
     # Others are played in processes of their own.
@@ -52,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_is_done_ahead)
     for item in filter(_is_done_ahead, items):
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(900))  # whatever is done before it
+            item.add_marker(pytest.mark.timeout(600))  # whatever is done before it
 
 
 def pytest_collection_finish() -> None:
@@ -81,9 +84,11 @@ def found_ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, servers_of_processes: None
 ) -> Iterator[FoundAhead]:
     """What the modules of all tests that were collected want to have begun as early as can be."""
-    modules = dict.fromkeys(
-        item.module for item in request.session.items if isinstance(item, pytest.Function)
-    )
+    modules: dict[ModuleType, bool] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function):
+            full = item.get_closest_marker("full") is not None
+            modules[item.module] = modules.get(item.module, False) or full
     found = FoundAhead(modules, tmp_path_factory.mktemp("ahead"))
     yield found
     found.close()

@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import ray
 from ray._private import services
+from ray._private.node import Node
 
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import OF_WORKERS, warm_python
@@ -19,9 +20,16 @@ from tests.warm_python import OF_WORKERS, warm_python
 _LONGEST_S = 300.0
 
 
+# Of a cluster's head, beside what runs actors: for dashboards, for output of workers on the driver's, and for adding hosts.
+_NOT_NEEDED = ("start_api_server", "start_log_monitor", "start_monitor")
+
+
 @contextmanager
 def patient_ray() -> Iterator[None]:
-    """A cluster that starts in the block gets five minutes to come up, where Ray gives half a minute, however busy the machine is."""
+    """A cluster that starts in the block gets five minutes to come up, where Ray gives half a minute, however busy the machine is.
+
+    It has no processes that serve people alone; each would load Ray's Python for seconds.
+    """
     get_node = services.get_node
 
     def patient(*given: Any) -> Any:
@@ -34,7 +42,10 @@ def patient_ray() -> Iterator[None]:
                     raise
             time.sleep(0.2)
 
-    with mock.patch.object(services, "get_node", patient):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(services, "get_node", patient))
+        for start in _NOT_NEEDED:
+            patches.enter_context(mock.patch.object(Node, start))
         yield
 
 

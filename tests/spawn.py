@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
+import resource
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from tests.servers import processes
 
+# Of what is done beside tests too, in the time that they leave idle.
+PATIENT_S = 400.0
+
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not end in time, if only after it had answered; the text holds its traceback."""
+    """A rank raised, died or did not end in time, if only after it had answered; the text holds its traceback.
+
+    Of one that crashed or was late it holds those of all its threads.
+    """
 
 
 def free_port() -> int:
@@ -28,7 +40,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
+def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection, where: Path) -> None:
+    # A signal that ends this process has it tell first where it is.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(where.open("w"))
+
     def answer(succeeded: bool, value: Any) -> None:
         # Not Connection.send: torch makes that pass tensors through a socket of the sender, which may be gone.
         pipe.send_bytes(pickle.dumps((succeeded, value)))
@@ -151,8 +167,8 @@ def run_sides(
         For each case, the reports of the trainer's ranks and of the engine's.
     """
     sides = run_together(
-        lambda: run_ranks(train, train_ranks, cases, timeout_s=900.0),
-        lambda: run_ranks(serve, gen_ranks, cases, timeout_s=900.0),
+        lambda: run_ranks(train, train_ranks, cases, timeout_s=PATIENT_S),
+        lambda: run_ranks(serve, gen_ranks, cases, timeout_s=PATIENT_S),
     )
     by_case = (zip(*ranks, strict=True) for ranks in sides)
     return [(list(trainers), list(engines)) for trainers, engines in zip(*by_case, strict=True)]
@@ -167,60 +183,83 @@ def _run(
 ) -> list[Any]:
     """What ``body`` answers in one process for each of the ``arguments``."""
     context, size = made_by(), len(arguments)
-    started: list[tuple[ForkServerProcess, Connection]] = []
-    for args in arguments:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(body, args, theirs))
-        process.start()
-        theirs.close()
-        started.append((process, ours))
-    waiting = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        started: list[_Started] = []
+        try:
+            for rank, args in enumerate(arguments):
+                ours, theirs = context.Pipe(duplex=False)
+                where = Path(folder, str(rank))
+                where.touch()  # of one that does not get far
+                process = context.Process(target=_main, args=(body, args, theirs, where))
+                process.start()
+                theirs.close()
+                started.append(_Started(f"{of}: rank {rank} of {size}", process, ours, where))
+            return _collect(of, started, timeout_s)
+        finally:
+            for one in started:
+                if one.process.is_alive():
+                    one.process.kill()
+                one.process.join(5)
+                one.pipe.close()
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A process that was started, the pipe on which it answers, and the file for where it is when a signal ends it."""
+
+    name: str
+    process: ForkServerProcess
+    pipe: Connection
+    where: Path
+
+    def end(self) -> str:
+        """Where it was when it crashed, or is now; it has ended then."""
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(5)
+        return self.where.read_text()
+
+
+def _collect(of: str, started: Sequence[_Started], timeout_s: float) -> list[Any]:
+    waiting = {one.pipe: rank for rank, one in enumerate(started)}
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
-    try:
-        while waiting:
-            ready: list[Any] = wait([*waiting], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = sorted(waiting.values())
-                raise RankFailed(f"{of}: ranks {late} of {size} ran longer than {timeout_s} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                who = f"{of}: rank {rank} of {size}"
-                try:
-                    succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    process, _ = started[rank]
-                    process.join(5)
-                    raise RankFailed(f"{who} died with exit code {process.exitcode}") from None
-                if not succeeded:
-                    raise RankFailed(f"{who}:\n{results[rank]}")
-        for process, _ in started:
-            process.join(max(1.0, deadline - time.monotonic()))
-        bad_ends = [
-            f"{of}: rank {rank} of {size} had answered, and {end}"
-            for rank, (process, pipe) in enumerate(started)
-            if (end := _bad_end(process, pipe, timeout_s))
-        ]
-        if bad_ends:
-            raise RankFailed("\n".join(bad_ends))
-    finally:
-        for process, pipe in started:
-            if process.is_alive():
-                process.kill()
-            process.join(5)
-            pipe.close()
-    return [results[rank] for rank in range(size)]
+    while waiting:
+        ready: list[Any] = wait([*waiting], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(waiting.values())
+            places = "".join(f"\nrank {rank}:\n{started[rank].end()}" for rank in late)
+            raise RankFailed(f"{of}: ranks {late} of {len(started)} ran longer than {timeout_s} s{places}")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            one = started[rank]
+            try:
+                succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                one.process.join(5)
+                raise RankFailed(
+                    f"{one.name} died with exit code {one.process.exitcode}\n{one.end()}"
+                ) from None
+            if not succeeded:
+                raise RankFailed(f"{one.name}:\n{results[rank]}")
+    for one in started:
+        one.process.join(max(1.0, deadline - time.monotonic()))
+    bad_ends = [f"{one.name} had answered, and {end}" for one in started if (end := _bad_end(one, timeout_s))]
+    if bad_ends:
+        raise RankFailed("\n".join(bad_ends))
+    return [results[rank] for rank in range(len(started))]
 
 
-def _bad_end(process: ForkServerProcess, pipe: Connection, timeout_s: float) -> str | None:
+def _bad_end(one: _Started, timeout_s: float) -> str | None:
     """How a process that has given its answer did not end as it should."""
-    if process.is_alive():
-        return f"did not end in {timeout_s} s"
-    if process.exitcode == 0:
+    if one.process.is_alive():
+        return f"did not end in {timeout_s} s\n{one.end()}"
+    if one.process.exitcode == 0:
         return None
     try:
-        if pipe.poll():  # else a process that it left behind holds the other end
-            return f"raised:\n{pickle.loads(pipe.recv_bytes())[1]}"
+        if one.pipe.poll():  # else a process that it left behind holds the other end
+            return f"raised:\n{pickle.loads(one.pipe.recv_bytes())[1]}"
     except EOFError:
         pass
-    return f"died with exit code {process.exitcode}"
+    return f"died with exit code {one.process.exitcode}\n{one.end()}"

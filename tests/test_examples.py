@@ -22,7 +22,7 @@ import pytest
 from tests.ahead import FoundAhead
 from tests.catalog.shrunken import CONFIGS
 from tests.servers import spawn_context
-from tests.spawn import free_port, run_alone, run_together
+from tests.spawn import PATIENT_S, free_port, run_alone, run_together
 from tests.vllm_processes import vllm_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -31,11 +31,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def inherit_the_mixin(folder: Path) -> str:
     """What it prints; its ranks are forks, but where they take GPUs, which nothing forked can."""
     if not Path("/dev/nvidiactl").exists():
-        return str(run_alone(_inherit_the_mixin, environment={}, timeout_s=800.0))
+        return str(run_alone(_inherit_the_mixin, environment={}, timeout_s=PATIENT_S))
     command = [sys.executable, str(EXAMPLES / "inherit_the_mixin.py")]
     # The server of the tests' processes hides GPUs.
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -83,7 +83,6 @@ def _rank_of_megatron_to_vllm(folder: Path) -> str:
 AHEAD = (inherit_the_mixin, megatron_to_vllm)
 
 
-@pytest.mark.timeout(900)
 def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine_while_it_is_offloaded(
     found_ahead: FoundAhead,
 ) -> None:
@@ -92,7 +91,6 @@ def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine
     assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
 
 
-@pytest.mark.timeout(900)
 def test_a_vllm_that_begins_with_random_weights_has_those_of_a_megatron_ppo_worker_after_each_refit(
     found_ahead: FoundAhead,
 ) -> None:

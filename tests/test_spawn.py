@@ -82,11 +82,11 @@ def crash_alone() -> None:
 FAILURES: dict[str, str] = {
     "raise": r"(?s)rank 1 of 2:.*fail_on_rank_1.*what rank 1 says",
     "die": "rank 1 of 2 died with exit code 7",
-    "sleep": r"ranks \[0\] of 2 ran longer than 8",
+    "sleep": r"(?s)ranks \[0\] of 2 ran longer than 8.*rank 0:.*in fail_on_rank_1",
     "raise late": r"(?s)rank 1 of 2 had answered, and raised:.*destroy_process_group",
-    "crash late": r"^fail_on_rank_1: rank 1 of 2 had answered, and died with exit code -11$",
-    "hang late": r"^fail_on_rank_1: rank 1 of 2 had answered, and did not end in 8 s$",
-    "alone": "died with exit code -11",
+    "crash late": r"^fail_on_rank_1: rank 1 of 2 had answered, and died with exit code -11\n(?s:.*in _crash)",
+    "hang late": r"^fail_on_rank_1: rank 1 of 2 had answered, and did not end in 8 s\n(?s:.*in _hang)",
+    "alone": r"died with exit code -11\n(?s:.*in _crash)",
 }
 
 

@@ -13,7 +13,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.meeting import tell_meeting
-from tests.spawn import run_alone, run_together
+from tests.spawn import PATIENT_S, run_alone, run_together
 from tests.vllm_processes import vllm_processes
 
 CONFIG = {"bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
@@ -30,8 +30,10 @@ _ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ER
 def follow[Found](serve: Callable[[Path], Found], train: Callable[[Path], None], folder: Path) -> Found:
     """What the engine's process returns, with the trainer's beside it; ``folder`` is theirs alone."""
     _, found = run_together(
-        lambda: run_alone(train, folder, environment={}, timeout_s=900.0),
-        lambda: run_alone(serve, folder, environment=_ENVIRONMENT, timeout_s=900.0, made_by=vllm_processes),
+        lambda: run_alone(train, folder, environment={}, timeout_s=PATIENT_S),
+        lambda: run_alone(
+            serve, folder, environment=_ENVIRONMENT, timeout_s=PATIENT_S, made_by=vllm_processes
+        ),
     )
     served: Found = found
     return served

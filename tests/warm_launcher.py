@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import hashlib
 import io
 import os
@@ -83,6 +84,7 @@ def serve(listener: socket.socket, goes_on: Connection, loaded: Sequence[str]) -
 def _serve_workers(listener: socket.socket) -> None:
     for name in _program[1]:
         import_module(name)
+    gc.freeze()  # as in tests.loaded_megatron
     _fork(listener)
 
 

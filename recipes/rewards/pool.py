@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a process to load the reward function's modules.
 _LOADING_S = 300.0
+# And for one to end that has closed its pipe; it is killed then.
+_ENDING_S = 10.0
 _READY = "ready"
 
 
@@ -136,7 +138,7 @@ class RewardPool:
         return found
 
     def _ended(self, worker: _Worker, answers: Sequence[Answer]) -> RewardError:
-        worker.process.join()
+        worker.process.join(_ENDING_S)
         what = "as it loaded the reward function"
         if worker.answer is not None:
             answer = answers[worker.answer]

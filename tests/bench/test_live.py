@@ -90,7 +90,6 @@ def run_live(folder, *arguments, **changes):
 AHEAD = (run_live,)
 
 
-@pytest.mark.timeout(900)
 def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(found_ahead):
     code, record, told, log = found_ahead.by(run_live)
     assert code == 0, told + log

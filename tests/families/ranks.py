@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +44,6 @@ def accept_families() -> None:
     from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_delta_nets, accept_mamba
     from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
-    # Bridge looks for it at every parameter, which takes a fifth of the time where it is not installed.
-    sys.modules.setdefault("modelopt", None)  # type: ignore[arg-type]
     ensure_megatron()
     accept_any_attention()
     accept_mamba()

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.spawn import RankFailed, run_ranks
+from tests.ahead import lasting
+from tests.spawn import PATIENT_S, RankFailed, run_ranks
 
 from .cases import BROKEN, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, REST, WORLD, Case
 from .checkpoints import write_checkpoint
 from .ranks import MAPPINGS, walk
 
 # Of all cases together, however many of them fail or hang.
-_WALK_S = 900.0
+_WALK_S, LONG_WALK_S = PATIENT_S, 850.0
 
 
 class Report:
@@ -43,7 +44,7 @@ class Report:
         return self._found[str(case)]
 
 
-def examine(cases: Sequence[Case], folder: Path) -> Report:
+def examine(cases: Sequence[Case], folder: Path, within_s: float = _WALK_S) -> Report:
     """Walk through all cases; after one that fails, the others go on in new processes."""
     wanted = dict.fromkeys(case.checkpoint for case in cases if case.family != MAPPINGS)
     checkpoints = {
@@ -55,11 +56,11 @@ def examine(cases: Sequence[Case], folder: Path) -> Report:
     failed: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
     left = sorted(cases, key=lambda case: case.layout.groups)
-    deadline = time.monotonic() + _WALK_S
+    deadline = time.monotonic() + within_s
     while left:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            failed.update((str(case), f"the walk took longer than {_WALK_S:.0f} s") for case in left)
+            failed.update((str(case), f"the walk took longer than {within_s:.0f} s") for case in left)
             break
         try:
             run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=remaining)
@@ -82,6 +83,7 @@ def examine_covering(folder: Path) -> Report:
     return examine([*CONVERSIONS, COPIED, FEW_GROUPS, *CHANGED, BROKEN, *COVERING], folder)
 
 
+@lasting(LONG_WALK_S + 50.0)
 def examine_rest(folder: Path) -> Report:
     """All other layouts."""
-    return examine(REST, folder)
+    return examine(REST, folder, LONG_WALK_S)

@@ -25,7 +25,7 @@ from rlrefit.recipes.plan.catalog import (
 from .cases import CASES, Layout
 from .checkpoints import CONFIGS, config_of
 from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, is_of, is_prediction
-from .report import Report, examine
+from .report import LONG_WALK_S, Report, examine
 
 ROOT = Path(__file__).parents[2]
 SUPPORT, PAGE = ROOT / "docs" / "support.md", ROOT / "docs" / "families.md"
@@ -240,7 +240,7 @@ def _lacks(engine: Engine, name: str) -> bool:
 def main() -> None:
     """Walk, and rewrite both."""
     with tempfile.TemporaryDirectory() as folder:
-        report = examine(CASES, Path(folder))
+        report = examine(CASES, Path(folder), LONG_WALK_S)
     for path, text in ((SUPPORT, support(report)), (PAGE, page(report))):
         before, _, rest = path.read_text().partition(BEGIN)
         path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")

@@ -10,7 +10,7 @@ from .table import PAGE, SUPPORT, page, support, written
 from .test_families import check
 
 AHEAD = (examine_covering, examine_rest)
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("case", REST, ids=str)

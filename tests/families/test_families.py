@@ -20,7 +20,6 @@ from .expected import MISC, is_of
 from .report import Report, examine_covering
 
 AHEAD = (examine_covering,)
-pytestmark = pytest.mark.timeout(900)  # the first test to ask for the report waits for all cases
 
 _TWO_GROUPS = {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2}
 # One key size, so that TP 4 divides neither the heads nor the rows.

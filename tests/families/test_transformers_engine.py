@@ -42,7 +42,6 @@ def refit_all(folder: Path) -> Results:
 
 
 AHEAD = (refit_all,)
-pytestmark = pytest.mark.timeout(600)  # the first test to ask waits for all
 
 
 def _refit(rank: int, pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[Result, Result]]:

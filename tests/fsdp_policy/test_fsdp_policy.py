@@ -14,7 +14,7 @@ import torch
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead
 from tests.policy_scenes import LENGTHS, ROUTED_IN_FLOAT32, assert_reference_stays, assert_resumed
-from tests.spawn import run_ranks
+from tests.spawn import PATIENT_S, run_ranks
 
 from .models import KINDS, Oracle, write_checkpoint
 from .ranks import Case, everything
@@ -63,7 +63,9 @@ def run_all_cases(root: Path) -> World:
     }
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
     with ThreadPoolExecutor(1) as pool:
-        ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root), timeout_s=900.0)
+        ranks = pool.submit(
+            run_ranks, everything, RANKS, trained, resumed, other, str(root), timeout_s=PATIENT_S
+        )
         oracles = {kind: Oracle(path) for kind, path in paths.items() if kind in KINDS}
         return World(oracles, ranks.result())
 

@@ -23,7 +23,7 @@ from rlrefit.recipes.plan.with_bridge import differences, opened_path
 from tests.ahead import FoundAhead
 from tests.catalog.shrunken import CONFIGS
 from tests.refit.models import make_model
-from tests.spawn import run_ranks, run_together
+from tests.spawn import PATIENT_S, run_ranks, run_together
 
 # name → (model, layout) of two ranks
 REAL: dict[str, tuple[str, TrainLayout]] = {
@@ -134,7 +134,7 @@ def ask_all(folder: Path) -> Answers:
         questions.append(OfflineQuestion(config, layout, (rank,)))
     cases = [(paths[kind], _real_layout(layout)) for kind, layout in REAL.values()]
     offline, real = run_together(
-        partial(ask_bridge, questions), partial(run_ranks, tell, 2, cases, timeout_s=600.0)
+        partial(ask_bridge, questions), partial(run_ranks, tell, 2, cases, timeout_s=PATIENT_S)
     )
     stayed = not dist.is_initialized() and ("megatron" in sys.modules) == had_megatron
     return Answers(dict(zip([*REAL, *PREDICTED], offline, strict=True)), real, stayed)

@@ -25,9 +25,7 @@ from tests.policy_scenes import (
     plain_logprobs,
     write_checkpoint,
 )
-from tests.spawn import run_ranks, run_together
-
-pytestmark = pytest.mark.timeout(900)
+from tests.spawn import PATIENT_S, run_ranks, run_together
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -147,9 +145,9 @@ def run_all_cases(root: Path) -> World:
     folders = {"good": paths["qwen3"], "bad": str(bad)}
     on_four = {name: Case(paths[of], layout) for name, (of, layout) in ON_FOUR.items()}
     [single], double, four = run_together(
-        lambda: run_ranks(one_rank, 1, alone, timeout_s=900),
-        lambda: run_ranks(two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=900),
-        lambda: run_ranks(four_ranks, 4, on_four, timeout_s=900),
+        lambda: run_ranks(one_rank, 1, alone, timeout_s=PATIENT_S),
+        lambda: run_ranks(two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=PATIENT_S),
+        lambda: run_ranks(four_ranks, 4, on_four, timeout_s=PATIENT_S),
     )
     return World(paths, single, double, four)
 

@@ -257,7 +257,7 @@ def test_a_heat_map_page_holds_the_bytes_and_needs_nothing_else(plan, moe: str, 
     assert sum(map(sum, data["megabytes"])) * 1e6 >= told.json["bytes"]["bulk"] * 0.99
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")  # other tests leave sockets, which may be found here
 @pytest.mark.parametrize("layouts", [("tp=1", "tp=1"), ("tp=2,pp=2", "tp=2,dp=2")])
 def test_a_heat_map_picture_is_written(plan, moe: str, tmp_path: Path, layouts: tuple[str, str]) -> None:
     picture = tmp_path / "map.png"

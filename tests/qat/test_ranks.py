@@ -53,7 +53,6 @@ def train_in_all_layouts(folder: Path) -> Trained:
 
 
 AHEAD = (train_in_all_layouts,)
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

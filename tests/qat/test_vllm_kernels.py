@@ -23,7 +23,6 @@ def refit_packed_layers(folder: Path) -> Reports:
 
 
 AHEAD = (refit_packed_layers,)
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlrefit.recipes.plan.catalog import GenLayout, TrainLayout, violations
 from tests.ahead import FoundAhead
-from tests.spawn import run_alone
+from tests.spawn import PATIENT_S, run_alone
 
 from .mappings import Worlds, wrong_refits
 from .matrix import GEN, TRAIN, model, stored, wrong_mappings
@@ -32,7 +32,7 @@ def try_all_cases(folder: Path) -> dict[tuple[str, TrainLayout], str]:
     """What is wrong with each case; two processes share them, since the ranks of one are its threads."""
 
     def wrong(cases: list[tuple[str, TrainLayout]]) -> Any:
-        return zip(cases, run_alone(wrong_mappings, cases, environment={}, timeout_s=900), strict=True)
+        return zip(cases, run_alone(wrong_mappings, cases, environment={}, timeout_s=PATIENT_S), strict=True)
 
     cases = EXPERTS + DENSE
     with ThreadPoolExecutor(2) as pool:
@@ -61,7 +61,7 @@ def _mapping_lands(worlds: Worlds, train: TrainLayout, gen: GenLayout, bucket: i
 
 def try_any_sizes(folder: Path) -> None:
     """Raises with the smallest example that fails."""
-    run_alone(_try_any_sizes, environment={}, timeout_s=900)
+    run_alone(_try_any_sizes, environment={}, timeout_s=PATIENT_S)
 
 
 def _try_any_sizes() -> None:
@@ -80,7 +80,6 @@ def wrong(found_ahead: FoundAhead) -> dict[tuple[str, TrainLayout], str]:
     return found_ahead.by(try_all_cases)
 
 
-@pytest.mark.timeout(900)  # the first test to ask for it waits for all cases
 @pytest.mark.parametrize("case", EXPERTS + DENSE, ids=lambda case: f"{case[0]}-{name_of(case[1])}")
 def test_every_mapping_lands_bit_for_bit_by_p2p_and_by_golden(
     wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]

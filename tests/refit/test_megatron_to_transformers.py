@@ -52,7 +52,6 @@ def reports(found_ahead: FoundAhead) -> Reports:
     return found_ahead.by(ask_all_cases)
 
 
-@pytest.mark.timeout(900)  # the first test to ask for the reports waits for all ranks
 @pytest.mark.parametrize("case", CASES)
 def test_shards_golden_and_broadcast_all_land_the_checkpoint_bit_for_bit(case: str, reports: Reports) -> None:
     trainers, engines = reports[case]

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +57,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 280.0) -> tuple[in
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        output, _ = process.communicate()
+        output, _ = process.communicate(timeout=30)
         raise AssertionError(f"the command ran longer than {timeout_s} s:\n{output}") from None
     return process.returncode, output
 
@@ -73,21 +73,22 @@ def run_here(
     return code, said.out + said.err
 
 
-def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 600.0) -> str:
-    """Read the command's output up to a step's line; a command that never gets there is killed."""
+def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 240.0) -> str:
+    """Read the command's output up to a step's line; a command that does not get there in time is killed."""
     assert process.stdout is not None
     read = ""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        line = process.stdout.readline()
-        read += line
-        if line.startswith(f"step {step} "):
-            return read
-        if not line and process.poll() is not None:
-            break
+    late = threading.Timer(timeout_s, process.kill)
+    late.start()
+    try:
+        for line in process.stdout:
+            read += line
+            if line.startswith(f"step {step} "):
+                return read
+    finally:
+        late.cancel()
     process.kill()
     process.wait()
-    raise AssertionError(f"step {step} never came:\n{read}")
+    raise AssertionError(f"step {step} did not come within {timeout_s} s:\n{read}")
 
 
 def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -16,14 +16,14 @@ import ray
 from rlrefit.recipes.config.schema import RayConfig
 from rlrefit.recipes.run.cluster import ray_cluster
 from tests.ray_cluster import patient_ray
-from tests.spawn import processes, run_alone
+from tests.spawn import PATIENT_S, processes, run_alone
 from tests.warm_python import warm_python
 
 RANKS = 4
 
 
 def on_shared_cluster[Found](
-    drive: Callable[..., Found], folder: Path, *rest: object, timeout_s: float = 600.0
+    drive: Callable[..., Found], folder: Path, *rest: object, timeout_s: float = PATIENT_S
 ) -> Found:
     """What ``drive(folder, ray_address, *rest)`` returns, with a place on the cluster for each of :data:`RANKS` ranks.
 

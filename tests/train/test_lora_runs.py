@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ahead import FoundAhead, keeping_time
+from tests.ahead import FoundAhead, keeping_time, of_all_tests
 
 from .command import numbers
 from .shared_cluster import on_shared_cluster
@@ -41,6 +41,8 @@ def train_by_peft(folder: Path) -> dict[str, Ran]:
     return on_shared_cluster(_train_adapters, folder, "fsdp")
 
 
+# Its policies train with adapters in tests/megatron_policy, and send them in tests/lora.
+@of_all_tests
 @keeping_time
 def train_by_bridge(folder: Path) -> dict[str, Ran]:
     return on_shared_cluster(_train_adapters, folder, "megatron")
@@ -49,7 +51,13 @@ def train_by_bridge(folder: Path) -> dict[str, Ran]:
 AHEAD = (train_by_peft, train_by_bridge)
 
 
-@pytest.fixture(scope="module", params=AHEAD, ids=["fsdp", "megatron"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(train_by_peft, id="fsdp"),
+        pytest.param(train_by_bridge, id="megatron", marks=pytest.mark.full),
+    ],
+)
 def ran(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> dict[str, Ran]:
     return found_ahead.by(request.param)
 

@@ -108,10 +108,7 @@ def train_for_nvfp4(folder: Path) -> dict[str, Trained]:
 
 
 AHEAD = (train_for_nvfp4,)
-pytestmark = [
-    pytest.mark.timeout(600),  # the first test to ask waits for the engines' starts
-    pytest.mark.parametrize("trainer", TRAINERS),
-]
+pytestmark = pytest.mark.parametrize("trainer", TRAINERS)
 
 
 def test_the_engine_holds_bit_for_bit_what_vllm_loads_from_the_policys_checkpoint(

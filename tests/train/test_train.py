@@ -71,7 +71,6 @@ def lose_a_rank(cwd: Path) -> Ended:
         return Ended(cwd, code, output, time.monotonic() - start, _left_of(ranks))
 
 
-@pytest.mark.timeout(900)
 def test_the_demo_learns_and_its_validation_reward_rises_with_it(died: Ended) -> None:
     rows = metrics(died.cwd / "runs" / "died")[:LEARNED]
     assert [row["step"] for row in rows] == list(range(1, LEARNED + 1))
@@ -168,7 +167,6 @@ def resumed(found_ahead: FoundAhead) -> Resumed:
     return found_ahead.by(run_the_demo_twice)[1]
 
 
-@pytest.mark.timeout(900)
 def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     died: Ended, resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +185,6 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     assert curve(after)[:both] == curve(before)[:both]
 
 
-@pytest.mark.timeout(900)
 def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: Resumed) -> None:
     assert resumed.code == 130, resumed.output
     assert "which is saved; resume=true goes on" in resumed.output
@@ -198,7 +195,6 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     assert not resumed.left
 
 
-@pytest.mark.timeout(900)
 def test_a_run_whose_steps_are_done_resumes_without_starting_anything(
     resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

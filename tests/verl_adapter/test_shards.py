@@ -14,7 +14,7 @@ import pytest
 from examples.verl.on_cpus import named_vllm
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.ahead import FoundAhead, keeping_time
-from tests.spawn import run_alone
+from tests.spawn import PATIENT_S, run_alone
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import OF_WORKERS, warm_python
 
@@ -61,7 +61,7 @@ def updates(folder: Path) -> Seen:
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # numbers that Ray hands out
     }
     seen = run_alone(
-        _drive, folder, checkpoint, path, environment=own, timeout_s=900.0, made_by=vllm_processes
+        _drive, folder, checkpoint, path, environment=own, timeout_s=PATIENT_S, made_by=vllm_processes
     )
     assert isinstance(seen, Seen)
     return seen
@@ -138,7 +138,6 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
 
 
 AHEAD = (updates,)
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.verl.on_cpus import CPU, PLATFORM, named_vllm
 from tests.ahead import FoundAhead, keeping_time
-from tests.spawn import run_alone
+from tests.ray_cluster import patient_ray
+from tests.spawn import PATIENT_S, run_alone
 from tests.verl_adapter.test_shards import LOADED
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import warm_python
@@ -62,7 +61,7 @@ def grpo(folder: Path) -> Run:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": ":".join(path),
     }
-    run_alone(_drive, folder, path, environment=own, timeout_s=900.0, made_by=vllm_processes)
+    run_alone(_drive, folder, path, environment=own, timeout_s=PATIENT_S, made_by=vllm_processes)
 
     def lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
@@ -83,6 +82,7 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
     example = import_module("compare")
     import_module("arithmetic").write(folder)
     with (
+        patient_ray(),
         warm_python(vllm_processes, LOADED) as python,
         initialize_config_dir(str(EXAMPLES), version_base=None),
     ):
@@ -103,7 +103,6 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
 
 
 AHEAD = (grpo,)
-pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_each_step(

@@ -19,7 +19,7 @@ from vllm_cpu_ranks import RANKS, Found, refit_by_a_loader_of_its_own, refit_exp
 from vllm_ranks import Case, Layout
 
 from tests import vllm_cpu
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import write_pair
 from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
@@ -29,6 +29,8 @@ LIBRARIES = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C", "amx
 CONFIGS = {"plain": moe_config(), "packable": moe_config(expert_size=32 * RANKS)}
 # One CPU that packs experts which the model's own loader writes.
 OWN_LOADER = "avx512_bf16"
+# Of make test-all: on every machine, test_vllm_packing_code.py compares what their libraries pack.
+OTHERS = ("avx512", "amx")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ class OfCpu:
 
 
 def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
+    return refit_on_cpus([cpu for cpu in vllm_cpu.CPUS if cpu not in OTHERS], folder)
+
+
+@of_all_tests
+def refit_on_others(folder: Path) -> dict[str, OfCpu]:
+    return refit_on_cpus(OTHERS, folder)
+
+
+def refit_on_cpus(wanted: Sequence[str], folder: Path) -> dict[str, OfCpu]:
     cases = [
         Case(
             *(str(write_checkpoint(folder / f"{name}-{seed}", config, seed)) for seed in (1, 2)),
@@ -56,7 +67,7 @@ def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
     cases.append(own_loader)
     # CPUs that the machine is share a server of processes if they share a library.
     servers: dict[str, list[str]] = {}
-    for cpu in vllm_cpu.CPUS:
+    for cpu in wanted:
         servers.setdefault(LIBRARIES[cpu] if vllm_cpu.is_here(cpu) else cpu, []).append(cpu)
     found: dict[str, OfCpu] = {}
     of_the_session = vllm_cpu.chosen()
@@ -91,13 +102,16 @@ def refit_on(cpus: Sequence[str], cases: Sequence[Case], own_loader: Case) -> di
     return found
 
 
-AHEAD = (refit_on_each_cpu,)
+AHEAD = (refit_on_each_cpu, refit_on_others)
 
 
-@pytest.fixture(params=list(vllm_cpu.CPUS))
+@pytest.fixture(
+    params=[pytest.param(cpu, marks=pytest.mark.full) if cpu in OTHERS else cpu for cpu in vllm_cpu.CPUS]
+)
 def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, OfCpu]:
     """The CPU, and what was seen on it."""
-    return request.param, found_ahead.by(refit_on_each_cpu)[request.param]
+    work = refit_on_others if request.param in OTHERS else refit_on_each_cpu
+    return request.param, found_ahead.by(work)[request.param]
 
 
 def test_ranks_form_groups_that_add_up_on_each_cpu(found):

@@ -18,14 +18,12 @@ from vllm_ranks import Case, Layout
 from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 from rlrefit.workers.engines.vllm.drafters import check_drafter, check_follows, live_drafter
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import write_pair
 from tests.families.expected import VLLM, is_of
-from tests.spawn import run_ranks
+from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_cpu import PACKS_EXPERTS
 from tests.vllm_processes import vllm_processes
-
-pytestmark = pytest.mark.timeout(600)
 
 POLICY, OTHER = "/models/policy", "/models/eagle"
 _EAGLE = {"method": "eagle3", "model": OTHER}
@@ -168,12 +166,19 @@ def _with_qwens_mtp_layer(folder: str) -> None:
 
 # A drafter that shares nothing with its model loads both copies of an embedding of GLM-4.7-Flash, and the last one wins.
 CASES = {
-    **{f"{family} TP{size}": (family, size, False) for size in (1, 2) for family in DRAFTERS},
+    **{f"{family} TP2": (family, 2, False) for family in DRAFTERS},
     **{f"{family} apart": (family, 1, True) for family in ("glm4_moe", "qwen3_next", "glm4_moe_lite")},
 }
+# What one rank takes whole two take in part, by the same code of the family's.
+ALONE = {f"{family} TP1": (family, 1, False) for family in DRAFTERS}
+_ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in ALONE)]
 
 
 def refit_drafters(folder: Path) -> dict[str, list[DraftedRank]]:
+    return refit_each(CASES, folder)
+
+
+def refit_each(cases: dict[str, tuple[str, int, bool]], folder: Path) -> dict[str, list[DraftedRank]]:
     """Every number of ranks is one group of processes."""
     pairs = {}
     for family in DRAFTERS:
@@ -187,17 +192,24 @@ def refit_drafters(folder: Path) -> dict[str, list[DraftedRank]]:
     for ranks in (1, 2):
         own = {
             name: Drafted(Case(*pairs[family], Layout(tensor=size), family=True, more=MTP), apart)
-            for name, (family, size, apart) in CASES.items()
+            for name, (family, size, apart) in cases.items()
             if size == ranks
         }
+        if not own:
+            continue
         by_rank = run_ranks(
-            draft_there_and_back, ranks, list(own.values()), timeout_s=550, made_by=vllm_processes
+            draft_there_and_back, ranks, list(own.values()), timeout_s=PATIENT_S, made_by=vllm_processes
         )
         found |= dict(zip(own, map(list, zip(*by_rank, strict=True)), strict=True))
     return found
 
 
-AHEAD = (refit_drafters,)
+@of_all_tests
+def refit_drafters_on_one_rank(folder: Path) -> dict[str, list[DraftedRank]]:
+    return refit_each(ALONE, folder)
+
+
+AHEAD = (refit_drafters, refit_drafters_on_one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +217,30 @@ def results(found_ahead: FoundAhead) -> dict[str, list[DraftedRank]]:
     return found_ahead.by(refit_drafters)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refits_give_target_and_drafter_what_vllm_loads_from_the_new_checkpoint(results, case):
-    for rank in results[case]:
+@pytest.fixture(scope="module")
+def alone(found_ahead: FoundAhead) -> dict[str, list[DraftedRank]]:
+    return found_ahead.by(refit_drafters_on_one_rank)
+
+
+@pytest.fixture
+def ranks(case: str, request: pytest.FixtureRequest) -> list[DraftedRank]:
+    """What each rank of a case saw."""
+    found: dict[str, list[DraftedRank]] = request.getfixturevalue("alone" if case in ALONE else "results")
+    return found[case]
+
+
+@pytest.mark.parametrize("case", _ALL)
+def test_refits_give_target_and_drafter_what_vllm_loads_from_the_new_checkpoint(ranks, case):
+    for rank in ranks:
         assert rank.differing == {"there": [], "back": [], "all through the loader": []}
         assert rank.process_state_untouched
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_mtp_layers_go_in_place_and_what_both_models_hold_comes_once(results, case):
-    family, _, apart = CASES[case]
+@pytest.mark.parametrize("case", _ALL)
+def test_mtp_layers_go_in_place_and_what_both_models_hold_comes_once(ranks, case):
+    family, _, apart = (CASES | ALONE)[case]
     parts = (*VLLM.misc.get(family, ()), *((("mlp.gate.", ""), ("experts.", "")) if PACKS_EXPERTS else ()))
-    for rank in results[case]:
+    for rank in ranks:
         drafted = [name for name in rank.bulk if name in rank.refused]
         assert len(drafted) > 10
         assert [name for name in rank.misc if name in rank.refused and not is_of(name, parts)] == []
@@ -226,11 +250,11 @@ def test_mtp_layers_go_in_place_and_what_both_models_hold_comes_once(results, ca
         assert {rank.bulk[name] for name in both} <= {1}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", _ALL)
 def test_a_manifest_without_a_weight_of_the_mtp_layers_is_refused_and_one_without_any_leaves_them(
-    results, case
+    ranks, case
 ):
-    for rank in results[case]:
+    for rank in ranks:
         assert len(rank.refused) > 10
         # The served model's stand in the place of copies of these.
         assert all(any(part in name for part in _SHARED) for name in rank.taken)

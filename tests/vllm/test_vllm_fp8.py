@@ -10,7 +10,7 @@ from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_under_verl, write_case
 from examples.verl.on_cpus import named_vllm
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from tests.ahead import FoundAhead
-from tests.spawn import run_ranks
+from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
 CASES = {
@@ -31,7 +31,7 @@ Results = dict[str, list[Fp8Result]]
 def refit_all_cases(folder: Path) -> Results:
     """In one pair of processes."""
     listed = [write_case(folder / name, **options) for name, options in CASES.items()]
-    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550, made_by=vllm_processes)
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
     return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
@@ -39,7 +39,7 @@ def refit_verls_cases(folder: Path) -> Results:
     """In another one, which verl patches."""
     listed = [write_case(folder / name, **options) for name, options in VERL.items()]
     path = named_vllm(folder)
-    by_rank = run_ranks(refit_under_verl, 2, listed, path, timeout_s=550, made_by=vllm_processes)
+    by_rank = run_ranks(refit_under_verl, 2, listed, path, timeout_s=PATIENT_S, made_by=vllm_processes)
     return dict(zip(VERL, map(list, zip(*by_rank, strict=True)), strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
-from tests.spawn import run_ranks
+from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_cpu import PACKS_EXPERTS
 from tests.vllm_processes import vllm_processes
-
-pytestmark = pytest.mark.timeout(600)
 
 CONFIGS = {
     "dense": dense_config(),
@@ -86,7 +83,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # A vocabulary that vLLM does not pad on two ranks.
 UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
-IN_FAMILIES = [f"{family} TP{size}" for family, size in itertools.product(FAMILIES, (1, 2))]
+IN_FAMILIES = [f"{family} TP2" for family in FAMILIES]
+# What one rank takes whole two take in part, by the same code of the family's; LAYOUTS has whole weights too.
+ALONE = [f"{family} TP1" for family in FAMILIES]
+_OF_FAMILIES = [*IN_FAMILIES, *(pytest.param(case, marks=pytest.mark.full) for case in ALONE)]
 # Of a vLLM that has a class of its own for some routers, and packs all experts on CPUs, padded to sizes of its kernel.
 OWN_PARTS = (("mlp.gate.", "of its own class"),) if PACKS_EXPERTS else ()
 PADDED_PARTS = (("experts.", "padded"),) if PACKS_EXPERTS else ()
@@ -114,24 +114,41 @@ def refit_all_cases(folder: Path) -> Results:
             quantize_checkpoint(b)
         pairs[name] = str(a), str(b)
     cases = {name: Case(*pairs[model], **options) for name, (model, options) in LAYOUTS.items()}
-    for family, changes in FAMILIES.items():
-        # Published biases of routers are in FP32.
-        pair = write_pair(
-            family, folder / "families" / family, UNPADDED | changes, router_dtype=torch.float32
-        )
-        for size in (1, 2):
-            cases[f"{family} TP{size}"] = Case(*pair, Layout(tensor=size), family=True)
     found = Results()
     for ranks in (1, 2):
         own = {name: case for name, case in cases.items() if case.layout.ranks == ranks}
-        by_rank = run_ranks(
-            refit_there_and_back, ranks, list(own.values()), timeout_s=550, made_by=vllm_processes
-        )
-        found |= dict(zip(own, map(list, zip(*by_rank, strict=True)), strict=True))
+        if ranks == 2:
+            own |= in_families(folder, ranks)
+        found |= refit_on(ranks, own)
     return found
 
 
-AHEAD = (refit_all_cases,)
+def in_families(folder: Path, ranks: int) -> dict[str, Case]:
+    """A case of each."""
+    return {
+        f"{family} TP{ranks}": Case(
+            # Published biases of routers are in FP32.
+            *write_pair(family, folder / "families" / family, UNPADDED | changes, router_dtype=torch.float32),
+            Layout(tensor=ranks),
+            family=True,
+        )
+        for family, changes in FAMILIES.items()
+    }
+
+
+def refit_on(ranks: int, cases: dict[str, Case]) -> dict[str, list[RankResult]]:
+    by_rank = run_ranks(
+        refit_there_and_back, ranks, list(cases.values()), timeout_s=PATIENT_S, made_by=vllm_processes
+    )
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@of_all_tests
+def refit_families_on_one_rank(folder: Path) -> Results:
+    return Results(refit_on(1, in_families(folder, 1)))
+
+
+AHEAD = (refit_all_cases, refit_families_on_one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -139,28 +156,42 @@ def results(found_ahead: FoundAhead) -> Results:
     return found_ahead.by(refit_all_cases)
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *IN_FAMILIES])
-def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(results: Results, case: str):
-    occasions = ["there", "back", *(["all through the loader"] if case in IN_FAMILIES else [])]
-    for rank in results[case]:
+@pytest.fixture(scope="module")
+def alone(found_ahead: FoundAhead) -> Results:
+    return found_ahead.by(refit_families_on_one_rank)
+
+
+@pytest.fixture
+def ranks(case: str, request: pytest.FixtureRequest) -> list[RankResult]:
+    """What each rank of a case saw."""
+    found: Results = request.getfixturevalue("alone" if case in ALONE else "results")
+    return found[case]
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, *_OF_FAMILIES])
+def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(
+    ranks: list[RankResult], case: str
+):
+    occasions = ["there", "back", *([] if case in LAYOUTS else ["all through the loader"])]
+    for rank in ranks:
         assert rank.differing == {occasion: [] for occasion in occasions}
         assert rank.alike == [] or case in LAYOUTS
         assert rank.process_state_untouched
 
 
-@pytest.mark.parametrize("case", IN_FAMILIES)
-def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(results: Results, case: str):
+@pytest.mark.parametrize("case", _OF_FAMILIES)
+def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(ranks: list[RankResult], case: str):
     family = case.rpartition(" ")[0]
     # Mixtral stands in no table: no trainer of these tests has it.
     parts = (*VLLM.misc.get(family, ()), *OWN_PARTS)
     layers = config_of(family, short=True)["num_hidden_layers"]
-    for rank in results[case]:
+    for rank in ranks:
         assert len(rank.bulk) > 10
         assert all(any(part in name for name in rank.misc) for part, _ in VLLM.misc.get(family, ()))
         assert [name for name in rank.misc if not is_of(name, parts)] == []
         unused = [name for name in rank.unused if not is_prediction(name, layers)]
         # Of what all ranks add up the first one has the bias, and the others have zeros.
-        zeros = case == "gpt_oss TP2" and rank is not results[case][0]
+        zeros = case == "gpt_oss TP2" and rank is not ranks[0]
         assert [name for name in unused if not name.endswith("down_proj_bias")] == []
         assert len(unused) == (layers if zeros else 0)
         assert (len(unused) < len(rank.unused)) == has_prediction(family)

@@ -23,7 +23,6 @@ def refit_packed_experts(folder: Path) -> Reports:
 
 
 AHEAD = (refit_packed_experts,)
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("case", CASES)

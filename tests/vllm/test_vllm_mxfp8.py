@@ -12,7 +12,7 @@ from rlrefit.integration.quantize.formats import Mxfp8
 from rlrefit.recipes.rollout.arguments import mxfp8
 from tests.ahead import FoundAhead
 from tests.gpu.vllm_checkpoints import mxfp8_of_modelopt
-from tests.spawn import run_ranks
+from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
 CASES = {
@@ -34,7 +34,7 @@ def refit_mxfp8(folder: Path) -> Results:
         write_mxfp8_case(folder / name, kernel, quantization, **options)
         for name, (kernel, quantization, options) in cases.items()
     ]
-    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550, made_by=vllm_processes)
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 

@@ -9,8 +9,6 @@ from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitM
 
 from .scene import Scene
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_a_failing_refit_raises_the_workers_own_error_and_the_engine_serves_on(scene: Scene):
     scene.refit(0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from vllm_checkpoints import read_checkpoint
 from vllm_engines import GEN_RANKS, PROMPTS
 
 from .scene import Scene
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: Scene):

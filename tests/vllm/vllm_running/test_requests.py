@@ -11,8 +11,6 @@ from vllm_engines import PROMPTS, TOKENS, ScriptEngine, ServerEngine
 
 from .scene import Scene
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_running_requests_go_on_with_the_new_weights(scene: Scene):
     """Each token after the refit is the one that the new weights give for all that stands before it."""

@@ -17,8 +17,6 @@ from tests.stages.pool import TrainersElsewhere
 
 from .scene import Scene
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_requests_that_came_while_the_engine_slept_run_when_all_of_it_is_awake(scene: Scene):
     scene.refit(1)

@@ -10,8 +10,6 @@ from tests.vllm_cpu import PACKS_EXPERTS
 
 from .scene import Scene
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_vllms_own_weight_transfer_calls_drive_a_refit_by_the_backends_name(scene: Scene):
     if not isinstance(scene.engine, ScriptEngine):
