@@ -43,6 +43,9 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments["attention_backend"] = vllm.attention_backend
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
+    if vllm.speculative_config:
+        # A copy: vLLM adds to it.
+        arguments["speculative_config"] = dict(vllm.speculative_config)
     if config.policy.refit.lora == "adapter":
         rank = min(size for size in VLLM_LORA_RANKS if size >= config.trainer.lora.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
