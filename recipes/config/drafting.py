@@ -101,11 +101,11 @@ def _drafter(config: TrainConfig, given: Mapping[str, Any]) -> Iterator[Violatio
     method, model = given.get("method"), given.get("model")
     served = model in (None, config.model.path)
     mtp, trained = is_mtp(method), config.trainer.mtp_loss_scaling_factor > 0
-    if method is not None and served and not mtp:
+    if served and not mtp:
         yield Violation(
             (SPECULATIVE, "model.path"),
-            f"{SPECULATIVE}: {method} drafts with the policy's own checkpoint, which refits don't bring to a drafter, so that it would "
-            "keep the first weights; give method=mtp, a drafter's own model, or a method without weights (ngram, suffix)",
+            f"{SPECULATIVE}: the drafter ({method or model}) would be the policy's own checkpoint, which refits don't bring to it, so that it "
+            "would keep the first weights; give method=mtp, a drafter's own model, or a method without weights (ngram, suffix)",
         )
     elif mtp and not served and trained:
         yield Violation(
@@ -130,7 +130,7 @@ def without_prediction(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: 0 if key in PREDICTION_LAYERS else value for key, value in keys.items()}
 
 
-def model_violations(config: TrainConfig, text: Mapping[str, Any]) -> Iterator[Violation]:
+def lack_violations(config: TrainConfig, text: Mapping[str, Any]) -> Iterator[Violation]:
     """MTP layers that a model lacks.
 
     Args:

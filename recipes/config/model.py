@@ -14,7 +14,7 @@ from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bund
 from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
-from .drafting import PREDICTION_LAYERS, model_violations, without_prediction
+from .drafting import PREDICTION_LAYERS, lack_violations, without_prediction
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
@@ -176,7 +176,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             Violation(("trainer.context_parallel", "model.path"), f"trainer.context_parallel: {problem}")
         )
     found += _stage_violations(config, text.get("num_hidden_layers"))
-    found += model_violations(config, text)
+    found += lack_violations(config, text)
     if config.policy.qat != "off":
         for wrong, problem in (
             (experts is not None, "the model has experts, with which no recipe has run in NVFP4; give off"),

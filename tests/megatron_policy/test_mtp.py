@@ -20,6 +20,7 @@ from tests.spawn import run_ranks
 pytestmark = pytest.mark.timeout(600)
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h-latent", "qwen3_next")
+COPIES = {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
     "PP2": {"pipeline_parallel": 2},
@@ -37,14 +38,15 @@ def _without(path: str, folder: Path, part: str) -> str:
 
 
 def run_all_cases(root: Path) -> list[dict[str, Any]]:
-    paths = {name: write_checkpoint(name, root / name, short=True) for name in FAMILIES}
+    # None that Megatron pads.
+    changes = {"vocab_size": 64}
+    paths = {name: write_checkpoint(name, root / name, short=True, changes=changes) for name in FAMILIES}
     add_qwens_prediction_layer(paths["qwen3_next"])
     layerless = shutil.copytree(paths["glm4_moe"], root / "layerless")
     config = layerless / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
     lacking = [_without(paths["glm4_moe"], root / "lacking", "eh_proj"), str(layerless)]
-    trained = write_checkpoint("glm4_moe", root / "trained", short=True, changes={"vocab_size": 64})
-    return run_ranks(two_ranks, 2, paths, lacking, trained, LAYOUTS, timeout_s=550)
+    return run_ranks(two_ranks, 2, paths, lacking, paths["glm4_moe"], LAYOUTS, timeout_s=550)
 
 
 AHEAD = (run_all_cases,)
@@ -74,8 +76,10 @@ def test_a_trainer_without_mtp_layers_has_none_of_them_whatever_the_checkpoint_h
     for rank in ranks:
         built = rank[family]
         assert built.left == []
-        assert not any(_predicts(name) for name in built.exported_without)
-        assert built.exported_without == {name for name in built.exported if not _predicts(name)}
+        # What the model has itself, Bridge exports of GLM-4.7-Flash as copies in the layer's name.
+        copies = {name for name in built.exported_without if _predicts(name)}
+        assert copies <= COPIES
+        assert built.exported_without == {n for n in built.exported if not _predicts(n)} | copies
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

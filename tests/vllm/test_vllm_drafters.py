@@ -80,6 +80,8 @@ OWN = "model.layers.0.weight"
 TAKEN = "mtp.weight"
 # Another rank's and another part's: what this rank leaves aside is no MTP layer for that alone.
 BESIDE = ("model.layers.1.weight", "vision_tower.encoder.layers.9.weight", "lm_head.weight")
+# Of a trainer that has no MTP layers: the embedding and the head once more.
+COPIES = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
 MTP_NAMES = [
     "model.layers.2.eh_proj.weight",
     "language_model.model.layers.2.mlp.up_proj.weight",
@@ -105,7 +107,7 @@ def test_mtp_layers_of_another_checkpoint_are_refused_where_the_policy_trains_it
     with pytest.raises(PlanError) as caught:
         _follows("mtp", OTHER, name)
     assert caught.value.parameter == name
-    _follows("mtp", OTHER)
+    _follows("mtp", OTHER, *COPIES)
     _follows("mtp", POLICY, name)
     _follows("ngram", OTHER, name)
 

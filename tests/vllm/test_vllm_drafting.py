@@ -134,9 +134,8 @@ def test_the_drafter_follows_a_megatron_trainer_and_is_what_vllm_itself_loads(tr
         rendezvous = trainers.do("open", MODEL, GEN_RANKS)[0]
         joining = trainers.start("join", MODEL, rendezvous)
         live.engine.init(rendezvous)
-        misc = {routes["misc"] for routes in joining.result()}
-        # The router of the layer with experts, and of the MTP layer.
-        assert misc == {2}
+        # Routers and their biases, of the layer with experts and of the MTP layer.
+        assert {routes["misc"] for routes in joining.result()} == {4}
         for version, index in enumerate((1, 0, 1)):
             live.engine.call("probe_poison")
             sending = trainers.start("refit", MODEL, index, version)
