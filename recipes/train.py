@@ -116,6 +116,7 @@ def _train_in(
         ranks = config.trainer.ranks + config.generation.ranks
         with under_way(console, f"starting {ranks} ranks"):
             stack.enter_context(ray_cluster(config.ray, ranks))
+            stack.enter_context(_ended_as_interrupted())
             gpus = gpus_per_rank()
             if not gpus and (large := [wrong.text for wrong in size_violations(config, "Ray finds no GPU")]):
                 raise ConfigError(config.name, large)
@@ -281,6 +282,20 @@ def _told_what_is_saved(store: CheckpointStore) -> Iterator[None]:
         newest = store.newest()
         saved = "no step is saved" if newest is None else f"{newest} is saved; resume=true goes on from there"
         raise Interrupted(f"stopped at once; {saved}") from None
+
+
+@contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """SIGTERM, by which SLURM and Kubernetes end a run, ends it as an interrupt does; Ray's handlers tell nothing, or a stack of C++."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -80,6 +80,14 @@ def _rank_of_megatron_to_vllm(folder: Path) -> str:
     return printed.getvalue()
 
 
+def _rank_of_own_engine() -> str:
+    example = _imported("own_engine")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert example.main() == 0, printed.getvalue()
+    return printed.getvalue()
+
+
 AHEAD = (inherit_the_mixin, megatron_to_vllm)
 
 
@@ -103,6 +111,15 @@ def test_a_vllm_that_begins_with_random_weights_has_those_of_a_megatron_ppo_work
         assert float(refitted) < 1e-4
         assert float(stale) > 100 * float(refitted)
     assert lines[-1] == "the engine follows the trainer"
+
+
+def test_an_engine_that_says_where_its_parameters_stand_computes_what_its_trainer_computes() -> None:
+    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [world | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""} for rank in range(4)]
+    told = run_together(*(partial(run_alone, _rank_of_own_engine, environment=e) for e in environments))
+    lines = told[2].splitlines()
+    assert len(lines) == 3
+    assert all("4,288 bytes shard to shard" in line for line in lines)
 
 
 def children_of(pid: int) -> list[int]:

@@ -201,6 +201,13 @@ def _dapo(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
                 f"algorithm.{name}: belongs to DAPO and has no effect with algorithm.name=grpo; set "
                 f"algorithm.name=dapo or algorithm.{name}={off}",
             )
+    parts = any(uses.values()) or algorithm.clip_high > algorithm.clip_low or algorithm.aggregation == "token"
+    if algorithm.name == "dapo" and not parts:
+        yield Violation(
+            ("algorithm.name",),
+            "algorithm.name: dapo, but no part of DAPO is on, so that GRPO would be trained; set algorithm.dynamic_sampling=true, "
+            "algorithm.overlong_buffer, algorithm.clip_high above clip_low or algorithm.aggregation=token, or begin with recipe=dapo_tiny",
+        )
     if algorithm.overlong_buffer > longest:
         yield Violation(
             ("algorithm.overlong_buffer", "generation.max_new_tokens"),

@@ -57,6 +57,10 @@ def file_violations(config: TrainConfig) -> Iterator[Violation]:
         if kind not in KINDS:
             names = ", ".join(PREFIX + name for name in KINDS)
             yield Violation(("model.path",), f"model.path: {path!r} is no bundled model; give one of {names}")
+    elif folder.is_file():
+        yield Violation(
+            ("model.path",), f"model.path: {path} is a file; give the folder of a Hugging Face checkpoint"
+        )
     elif (folder.is_dir() or path.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
         yield Violation(
             ("model.path",),

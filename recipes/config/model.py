@@ -23,6 +23,8 @@ from .schema import TrainConfig
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
+_DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
 _EXPERT_SHARING = {
     "vllm": ("generation.vllm.enable_expert_parallel", "true", "false"),
@@ -177,6 +179,12 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         )
     found += _stage_violations(config, text.get("num_hidden_layers"))
     found += lack_violations(config, text)
+    method = (quantization_of(hf_config) or {}).get("quant_method")
+    if method not in (None, *_DEQUANTIZED):
+        problem = (
+            f"the checkpoint is quantized ({method}), which no trainer starts from; give an unquantized one"
+        )
+        found.append(Violation(("model.path",), f"model.path: {problem}"))
     if config.policy.qat != "off":
         for wrong, problem in (
             (experts is not None, "the model has experts, with which no recipe has run in NVFP4; give off"),

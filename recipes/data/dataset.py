@@ -55,7 +55,8 @@ class DataError(ValueError):
     """Data that can't be trained on.
 
     Attributes:
-        problems: all bad records; the message shows the first 20. Empty if the source as a whole is at fault.
+        problems: all bad records; the message shows those with the same problem in one line, no more than 20 lines, and 20 records in
+            each. Empty if the source as a whole is at fault.
     """
 
     def __init__(self, problems: Sequence[BadRecord] | str) -> None:
@@ -66,10 +67,19 @@ class DataError(ValueError):
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{count} record{'s' if count > 1 else ''} can't be used; nothing was started:"]
-        lines += [f"  {bad.origin}: {bad.problem}" for bad in self.problems[:_SHOWN]]
-        if count > _SHOWN:
-            lines.append(f"  … and {count - _SHOWN} more")
+        alike: dict[str, list[BadRecord]] = {}
+        for bad in self.problems:
+            alike.setdefault(bad.problem, []).append(bad)
+        lines += [f"  {_places(found)}: {problem}" for problem, found in [*alike.items()][:_SHOWN]]
+        if len(alike) > _SHOWN:
+            lines.append(f"  … and {len(alike) - _SHOWN} more problems")
         super().__init__("\n".join(lines))
+
+
+def _places(found: Sequence[BadRecord]) -> str:
+    """Where records of one source are: ``FILE line 3, 4, 9``."""
+    places = ", ".join([found[0].origin, *(str(bad.position) for bad in found[1:_SHOWN])])
+    return places + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
 def load_records(source: str, prompt_key: str = "prompt", answer_key: str = "answer") -> list[Record]:

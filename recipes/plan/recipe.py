@@ -60,7 +60,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
 
     Raises:
         ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
-            making, or it sends an adapter alone, packed weights or MXFP8.
+            making, or it sends an adapter alone, packed weights or MXFP8, or all weights whole.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -69,6 +69,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
             [
                 "trainer.pipeline_model_parallel_layout: stages of one's own can't be planned, only equal ones but for "
                 "the first and last; plan with num_layers_in_first_pipeline_stage and …_last_… near to them"
+            ],
+        )
+    if not config.policy.nccl_xfer_refit:
+        raise ConfigError(
+            config.name,
+            [
+                "policy.nccl_xfer_refit: false broadcasts every weight whole to every engine rank, and plans are of refits "
+                "shard to shard; plan with true"
             ],
         )
     if config.policy.refit.lora == "adapter":

@@ -42,6 +42,7 @@ class RunInputs:
     """
 
     def __init__(self, config: TrainConfig, model_path: str) -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoTokenizer
 
         try:
@@ -54,9 +55,10 @@ class RunInputs:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             ending = ending_tokens(folder)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             unreadable = (
-                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
+                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {reason}. Code "
                 "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself, "
                 "with its tokenizer's files"
             )

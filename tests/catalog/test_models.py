@@ -29,6 +29,7 @@ def test_a_config_is_opened_by_its_path_and_by_its_folder(tmp_path: Path) -> Non
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'; known are bailing_moe, bailing_moe_v2, deepseek_v3"),
         (CONFIGS["qwen3"] | {"intermediate_size": None}, "'intermediate_size'"),
+        (CONFIGS["qwen3"] | {"hidden_size": "128"}, "hidden_size .*'128'"),
         # The weights of a language model inside of a larger one have other names.
         ({"model_type": "seeing", "text_config": CONFIGS["qwen3"]}, "seeing"),
         ([], "JSON"),
@@ -52,9 +53,20 @@ def test_names_that_are_misspelled_or_cannot_be_had_from_the_hub_are_clear_error
 
     with pytest.raises(CatalogError, match=r"did you mean qwen3-8b"):
         open_model("qwen3-8c")
+    with pytest.raises(CatalogError, match=r"no ./qwen3-8b"):
+        open_model("./qwen3-8b")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     with pytest.raises(CatalogError, match=r"'someone/something' .*no network"):
         open_model("someone/something")
+
+
+def test_a_folder_without_a_config_and_a_file_of_weights_are_told_from_unknown_names(tmp_path: Path) -> None:
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"GGUF\x9d")
+    with pytest.raises(CatalogError, match=r"the folder .* has no config.json"):
+        open_model(str(tmp_path))
+    with pytest.raises(CatalogError, match=r"model.gguf is no config.json"):
+        open_model(str(weights))
 
 
 # Their checkpoints have a prediction layer that Bridge leaves out: a layer as the last one, norms and a projection.

@@ -50,6 +50,7 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         ({"algorithm.dynamic_sampling": True}, "algorithm.name=dapo"),
         ({"algorithm.overlong_buffer": 2}, "algorithm.name=dapo"),
         (DAPO | {"algorithm.overlong_buffer": 5}, "at most 4"),
+        (DAPO, "no part of DAPO is on"),
         (VLLM | {"generation.vllm.max_model_len": 19}, "at least 20"),
         (QUANTIZES, "give generation.weight_dtype=fp8"),
         (FP8 | {"model.dtype": "float32"} | QUANTIZES, "BF16 or FP16"),
@@ -289,6 +290,8 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         (MXFP4, MOE, "only GPT-OSS's experts"),
         (MXFP4, OSS, ""),
         (MXFP4, OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "a copy in BF16"),
+        ({"model.path": "awq"}, DENSE | {"quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
+        ({"model.path": "fp8"}, DENSE | {"quantization_config": {"quant_method": "fp8"}}, ""),
     ],
 )
 def test_a_layout_that_the_model_cannot_take_names_its_key_and_size(
@@ -311,6 +314,8 @@ def test_a_local_model_is_checked_while_the_recipe_is_read(violations, tmp_path:
     (tmp_path / "config.json").write_text("{")
     (found,) = violations(f"model.path={tmp_path}")
     assert "config.json is not JSON" in found
+    (found,) = violations(f"model.path={tmp_path / 'config.json'}")
+    assert "config.json is a file" in found
 
 
 def test_models_and_data_that_are_not_there_are_all_named(violations, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import REFIT_KEYS, RefitConfig, read_settings
+from rlrefit.recipes.cli import main
 from rlrefit.recipes.config.load import TrainConfig
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
@@ -69,12 +70,12 @@ def test_every_misc_weight_of_the_recipes_is_explained(rows: dict[str, Row]) -> 
     assert {recipe for recipe, *_ in explained} >= {"grpo_qwen3_30b_a3b", "grpo_deepseek_v3"}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
     sections = "|".join(name for name, value in vars(TrainConfig()).items() if hasattr(value, "__dict__"))
     named = set(
         re.findall(rf"\b((?:{sections})(?:\.[a-z][a-z_0-9]*)+)\b(?![./(])", (DOCS / page).read_text())
-    )
+    ) - {"policy.generation.refit_transport"}  # NeMo-RL's
     # "model.norm.weight" is a weight's name, and no key of the schema's section "model".
     for key in sorted(name for name in named if not name.endswith(".weight")):
         value: object = TrainConfig()
@@ -83,6 +84,21 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
                 break  # of the user's own keys
             assert hasattr(value, part), f"{page}: {key}"
             value = getattr(value, part)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "bench"])
+def test_every_option_of_a_command_that_a_page_shows_is_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    shown = set()
+    for page in LINKED:
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(rf"rlrefit {command} [^`\n#|]*", text):
+            shown |= set(re.findall(r"(?<!\S)--[a-z-]+", line))
+    assert shown - known == set()
 
 
 @pytest.mark.parametrize(

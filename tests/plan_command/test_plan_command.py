@@ -154,6 +154,9 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     code, _, err = plan(None, "", "", *recipe[:2], *quantized[:1], "generation.weight_dtype=mxfp8")
     assert code == 2
     assert "generation.weight_dtype: plans are of" in err
+    code, _, err = plan(None, "", "", *recipe[:2], "policy.nccl_xfer_refit=false")
+    assert code == 2
+    assert "policy.nccl_xfer_refit: false" in err
 
 
 def test_misc_bytes_take_their_time_in_every_figure(plan) -> None:

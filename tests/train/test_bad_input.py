@@ -105,9 +105,15 @@ def _without_a_tokenizer(folder: Path) -> None:
         file.unlink()
 
 
+def _with_a_size_as_text(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_window_layers": "2"}))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (_with_a_size_as_text, "max_window_layers"),
         (_without_a_tokenizer, "has no tokenizer"),
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
         (_of_another_model, "mlp"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rlrefit.recipes.configs import bundled_recipes
 from rlrefit.recipes.run.checkpoint import CheckpointStore
 from rlrefit.recipes.run.display import RunDisplay
 from rlrefit.recipes.terminal import under_way
-from rlrefit.recipes.train import Interrupted, _told_what_is_saved
+from rlrefit.recipes.train import Interrupted, _ended_as_interrupted, _told_what_is_saved
 
 ROW = {
     "step": 1200,
@@ -55,3 +56,7 @@ def test_a_run_that_is_interrupted_at_once_says_which_checkpoint_there_is(tmp_pa
     (tmp_path / "step_000010").mkdir()
     with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store):
         raise KeyboardInterrupt
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store), _ended_as_interrupted():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before

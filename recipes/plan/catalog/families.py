@@ -32,12 +32,15 @@ from .sections import (
 )
 from .units import Matrix, Stacked, Unit
 
+# How the keys of sizes begin, which layouts are computed with.
+_SIZES = ("num_", "hidden_size", "intermediate_size", "vocab_size", "head_dim")
+
 
 def architecture_of(config: Config) -> Architecture:
     """The sections of the model that ``config`` describes.
 
     Raises:
-        CatalogError: an unknown ``model_type``, or a key that is missing or not supported.
+        CatalogError: an unknown ``model_type``, or a key that is missing, no number or not supported.
     """
     kind = config.get("model_type")
     build = _FAMILIES.get(str(kind))
@@ -46,6 +49,11 @@ def architecture_of(config: Config) -> Architecture:
             f"no layout is known for model_type {kind!r}; known are {', '.join(sorted(_FAMILIES))}. "
             "A model of another family can be refitted, but not planned without its weights."
         )
+    for key, value in {**config, **language_model(config)}.items():
+        if key.startswith(_SIZES) and isinstance(value, str | float):
+            raise CatalogError(
+                f"{key} of this {kind} model's configuration is {value!r}, and no whole number"
+            )
     try:
         return build(config)
     except KeyError as missing:

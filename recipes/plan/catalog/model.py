@@ -124,12 +124,18 @@ def _find_config(name: str) -> dict[str, Any]:
     short = name.lower() if name.lower() in bundled_models() else bundled_name(name)
     if short is not None:
         return _read((_CONFIGS / f"{short}.json").read_text(encoding="utf-8"), name)
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path := path / "config.json").is_file():
+        raise CatalogError(
+            f"the folder {name} has no config.json, which tells a model's shapes; give the folder of a Hugging Face checkpoint"
+        )
     if path.is_file():
+        if path.suffix != ".json":
+            raise CatalogError(f"{name} is no config.json; give the checkpoint's, or its folder")
         return _read(path.read_text(encoding="utf-8"), str(path))
-    if path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if path.suffix == ".json" or name.startswith((".", "/", "~")):
+        raise CatalogError(f"there is no {name}; give the path of a config.json or of its folder")
+    if name.count("/") != 1:
         close = get_close_matches(name.lower(), bundled_models(), n=3)
         hint = f"did you mean {', '.join(close)}? " if close else ""
         raise CatalogError(
