@@ -1,14 +1,16 @@
-"""Parts of weights that are packed in four bits, many in one kernel launch: what the formats' tables share."""
+"""Parts of weights that are packed in four bits, many in one kernel launch, prepared once: what the formats' tables share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..packing.rows import Table
+from ..packing.tables import Launch
 
 # Elements of an access that the kernels can widen, and the columns of a table's row.
 UNIT = 16
@@ -49,12 +51,82 @@ class PackJob:
             raise ValueError(f"{width} columns cut blocks of {block}")
 
 
-def on_kernel(
-    jobs: Sequence[PackJob], dtype: torch.dtype, device: torch.device, interpret: bool = False
-) -> bool:
-    """Whether a kernel packs ``jobs`` of weights that are exported in ``dtype``: all lie on a GPU, and it has their rounding."""
+class Packer(Protocol):
+    """Prepared quantizations of parts that stay where they are; the same bytes as the format's ``quantize``."""
+
+    def launch(self, *scales: torch.Tensor) -> None:
+        """Do them all; on a GPU, enqueue them on the current stream.
+
+        Args:
+            scales: what the format's ``quantize`` takes beside a weight, by part: NVFP4's global scales, FP32 ``[parts]``.
+        """
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How weights are packed in one format.
+
+    Attributes:
+        quantize: by torch: codes and blocks' scales of a weight.
+        launches: of its kernel, for jobs that are exported in a dtype and all lie on the device; each with the places of its jobs among
+            them, None for all.
+    """
+
+    quantize: Callable[..., tuple[torch.Tensor, ...]]
+    launches: Callable[
+        [Sequence[PackJob], torch.dtype, torch.device], list[tuple[torch.Tensor | None, Launch]]
+    ]
+
+
+def make_packer(
+    packing: Packing,
+    jobs: Sequence[PackJob],
+    dtype: torch.dtype,
+    device: torch.device,
+    interpret: bool = False,
+) -> Packer:
+    """Of weights that are exported in ``dtype``, to which they are rounded first.
+
+    Args:
+        packing: of the format.
+        jobs: whose targets are on ``device``.
+        dtype: BF16, FP16 or FP32.
+        device: that computes.
+        interpret: whether Triton interprets the kernel on a CPU, in tests.
+    """
     there = interpret or (device.type == "cuda" and all(job.source.device == device for job in jobs))
-    return there and all(dtype in (torch.bfloat16, job.source.dtype) for job in jobs)
+    if there and all(dtype in (torch.bfloat16, job.source.dtype) for job in jobs):
+        return DevicePacker(packing.launches(jobs, dtype, device))
+    return TorchPacker(packing.quantize, jobs, dtype)
+
+
+class TorchPacker:
+    """By torch, one part after another: on CPUs, of sources that lie elsewhere, and of rounding that the kernel has not."""
+
+    def __init__(
+        self, quantize: Callable[..., tuple[torch.Tensor, ...]], jobs: Sequence[PackJob], dtype: torch.dtype
+    ):
+        self._quantize, self._jobs, self._dtype = quantize, list(jobs), dtype
+
+    @torch.no_grad()
+    def launch(self, *scales: torch.Tensor) -> None:
+        """As :meth:`Packer.launch`."""
+        for job, *own in zip(self._jobs, *(each.unbind() for each in scales), strict=True):
+            codes, made, *_ = self._quantize(job.source.to(job.codes.device, self._dtype), *own)
+            job.codes.copy_(codes)
+            job.scales.copy_(made)
+
+
+class DevicePacker:
+    """By the format's kernel."""
+
+    def __init__(self, launches: Sequence[tuple[torch.Tensor | None, Launch]]):
+        self._launches = launches
+
+    def launch(self, *scales: torch.Tensor) -> None:
+        """As :meth:`Packer.launch`."""
+        for which, launch in self._launches:
+            launch(*(each if which is None else each[which] for each in scales))
 
 
 def wide(source: torch.Tensor) -> int:

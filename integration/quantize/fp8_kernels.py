@@ -1,6 +1,6 @@
 """The Triton kernel of blockwise FP8: reads weights once, writes codes and scales. Imported only where it runs.
 
-A program quantizes one block of one weight of the table. Addresses are plain integers.
+A program quantizes one block of one weight of the table. Addresses are plain integers. The kernel of MXFP8 reads the same rows.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
@@ -28,27 +28,15 @@ def e4m3(x):
 
 
 @triton.jit
-def quantize_blocks(
-    tiles,
-    rows,
-    COLUMNS: tl.constexpr,
-    WORD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FLOOR: tl.constexpr,
-    UE8M0: tl.constexpr,
-    ROUND: tl.constexpr,
-    UNIT: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    CUT: tl.constexpr,
-    GIVEN: tl.constexpr,
-):
-    """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
+def read_row(tiles, rows, COLUMNS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
+    """What this program does.
 
-    Of a row's codes those between ``top``, ``left``, ``bottom`` and ``right`` are written, which may be none, and its
-    scales if they have an address. ``CONVERTS``: the GPU has instructions for E4M3. With ``UNIT`` above 1, rows of weights and codes are contiguous, and their
-    addresses, distances, places and lengths are multiples of that many elements: what the compiler needs to know for
-    wide accesses. With ``CUT`` there is memory from ``top`` and ``left`` on only, the addresses are those of the first
-    block's beginning, and with ``GIVEN`` scales are read.
+    With ``UNIT`` above 1, rows of weights and codes are contiguous, and their addresses, distances, places and lengths are multiples of
+    that many elements: what the compiler needs to know for wide accesses.
+
+    Returns: the row; weights (address, row and column stride); where codes go (address, row and column stride, then of the weights'
+    ``top``, ``left``, ``bottom`` and ``right``, between which codes are written, which may be none); the address of scales, or 0; rows and
+    columns of weights; and the program's number among those of the row.
     """
     pid = tl.program_id(0)
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
@@ -70,14 +58,58 @@ def quantize_blocks(
     left = tl.multiple_of(tl.load(row + 13).to(tl.int32), UNIT)
     bottom = tl.load(row + 14).to(tl.int32)
     right = tl.multiple_of(tl.load(row + 15).to(tl.int32), UNIT)
+    weights = source, source_row, source_column
+    target = codes, codes_row, codes_column, top, left, bottom, right
+    return row, weights, target, scales_at, height, width, pid - tl.load(row + 11).to(tl.int32)
+
+
+@triton.jit
+def store_codes(target, r, c, scaled, CONVERTS: tl.constexpr):
+    """The codes of scaled weights at rows ``r`` and columns ``c``, as far as they are wanted.
+
+    ``CONVERTS``: the GPU has instructions for E4M3.
+    """
+    codes, codes_row, codes_column, top, left, bottom, right = target
+    if CONVERTS:
+        # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
+        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        q = e4m3(scaled)
+    mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
+    tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
+
+
+@triton.jit
+def quantize_blocks(
+    tiles,
+    rows,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+    ROUND: tl.constexpr,
+    UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    CUT: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
+
+    Its scales are written if they have an address. A row, ``UNIT`` and ``CONVERTS`` are those of :func:`read_row` and
+    :func:`store_codes`. With ``CUT`` there is memory from ``top`` and ``left`` on only, the addresses are those of the first block's
+    beginning, and with ``GIVEN`` scales are read.
+    """
+    row, weights, target, scales_at, height, width, tile = read_row(tiles, rows, COLUMNS, WORD, UNIT)
+    source, source_row, source_column = weights
     across = (width + BLOCK - 1) // BLOCK
-    tile = pid - tl.load(row + 11).to(tl.int32)
     down = tile // across
     over = tile - down * across
     r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
     c = (over * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
     if CUT:
+        _, _, _, top, left, _, _ = target
         mask = mask & (r >= top) & (c >= left)
     x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0)
     if ROUND:
@@ -101,12 +133,6 @@ def quantize_blocks(
             power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
             scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
     scaled = x.to(tl.float32) * tl.div_rn(1.0, scale)
-    if CONVERTS:
-        # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
-        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        q = e4m3(scaled)
-    mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
-    tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
+    store_codes(target, r, c, scaled, CONVERTS)
     if not GIVEN:
         tl.store(scale_at, scale, mask=scales_at != 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8_kernels import e4m3
+from .fp8_kernels import read_row, store_codes
 from .nvfp4_kernels import in_fp32
 
 
@@ -27,28 +27,12 @@ def quantize_mxfp8(
 ):
     """:func:`.mxfp8.quantize`, the same operations in the same order; ``SATURATES`` for :attr:`.mxfp8.Rounding.DOWN`.
 
-    A row, ``UNIT`` and ``CONVERTS`` are those of :func:`.fp8_kernels.quantize_blocks`, of jobs that cut no block.
+    A row, ``UNIT`` and ``CONVERTS`` are those of :func:`.fp8_kernels.read_row` and :func:`.fp8_kernels.store_codes`; no row cuts a block.
     """
-    pid = tl.program_id(0)
-    row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
-    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
-    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), UNIT)
-    scales_at = tl.load(row + 2)
-    height = tl.load(row + 3).to(tl.int32)
-    across = tl.load(row + 4).to(tl.int32) // 32
-    source_row = tl.multiple_of(tl.load(row + 5), UNIT)
-    codes_row = tl.multiple_of(tl.load(row + 7), UNIT)
-    if UNIT > 1:
-        source_column = 1
-        codes_column = 1
-    else:
-        source_column = tl.load(row + 6)
-        codes_column = tl.load(row + 8)
-    top = tl.load(row + 12).to(tl.int32)
-    left = tl.multiple_of(tl.load(row + 13).to(tl.int32), UNIT)
-    bottom = tl.load(row + 14).to(tl.int32)
-    right = tl.multiple_of(tl.load(row + 15).to(tl.int32), UNIT)
-    block = (pid - tl.load(row + 11).to(tl.int32)) * BLOCKS + tl.arange(0, BLOCKS)
+    row, weights, target, scales_at, height, width, number = read_row(tiles, rows, COLUMNS, WORD, UNIT)
+    source, source_row, source_column = weights
+    across = width // 32
+    block = number * BLOCKS + tl.arange(0, BLOCKS)
     down = block // across
     over = block - down * across
     inside = down < height
@@ -74,12 +58,6 @@ def quantize_mxfp8(
     if SATURATES:
         scaled = tl.where(scaled > 448.0, 448.0, scaled)
         scaled = tl.where(scaled < -448.0, -448.0, scaled)
-    if CONVERTS:
-        # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
-        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        q = e4m3(scaled)
-    wanted = mask & (r >= top) & (r < bottom) & (c >= left) & (c < right)
-    tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=wanted)
+    store_codes(target, r, c, scaled, CONVERTS)
     scale_at = scales_at.to(tl.pointer_type(tl.uint8)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
     tl.store(scale_at, byte.to(tl.uint8), mask=inside & (scales_at != 0))

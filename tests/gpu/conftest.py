@@ -1,11 +1,16 @@
-"""What is found on GPUs is told at once: a session that is killed there loses no traceback of a test that failed before."""
+"""What tests on GPUs share.
+
+What is found there is told at once: a session that is killed loses no traceback of a test that failed before.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from .vllm_trainer import Main, Trainer, trainer_main
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -31,3 +36,17 @@ def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
             sys.stderr.flush()
 
     return write
+
+
+@pytest.fixture(scope="module")
+def what_trainer_runs() -> Main:
+    """A module may have its own."""
+    return trainer_main
+
+
+@pytest.fixture(scope="module")
+def trainer(what_trainer_runs: Main) -> Iterator[Trainer]:
+    """A process on the last GPU that sends weights to the engines of a module."""
+    found = Trainer(what_trainer_runs)
+    yield found
+    found.close()

@@ -85,13 +85,6 @@ class Scene(LiveEngine):
         assert (accepted - before[1]) / (drafted - before[0]) == index
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    found = Trainer()
-    yield found
-    found.close()
-
-
 @pytest.fixture(scope="module", params=CASES)
 def scene(
     request: pytest.FixtureRequest,

@@ -48,13 +48,6 @@ class Loaded:
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    found = Trainer()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def loaded(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, tell: Callable[[str], None]) -> Loaded:
     importlib.import_module("vllm")
     folder = tmp_path_factory.mktemp("mxfp4")

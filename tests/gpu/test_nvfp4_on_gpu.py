@@ -22,7 +22,7 @@ import torch
 from .needs import needs
 from .nvfp4_trainer import TOKENS, Question, Said, Training, nvfp4_main
 from .vllm_live import CUDA_GRAPHS, EAGER, PROMPTS, LiveEngine, engine_environment
-from .vllm_trainer import CONFIG, Trainer
+from .vllm_trainer import CONFIG, Main, Trainer
 
 pytestmark = [
     *needs("vllm", "transformers"),
@@ -121,10 +121,8 @@ class Scene(LiveEngine):
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    found = Trainer(nvfp4_main)
-    yield found
-    found.close()
+def what_trainer_runs() -> Main:
+    return nvfp4_main
 
 
 @pytest.fixture(scope="module")

@@ -85,13 +85,6 @@ class Scene(LiveEngine):
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    found = Trainer()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def scene(
     request: pytest.FixtureRequest,
     trainer: Trainer,

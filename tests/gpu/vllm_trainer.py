@@ -14,6 +14,8 @@ from rlrefit.integration.control import Rendezvous
 
 from .vllm_checkpoints import read_checkpoint
 
+# With the number of a GPU and the queues of commands and answers.
+Main = Callable[[int, Any, Any], None]
 CONFIG = RefitConfig(bucket_mb=4, timeout_s=120.0, verify="full")
 
 
@@ -94,10 +96,10 @@ class Trainer:
     """The process on the last GPU; one for all engines, since it takes seconds to start.
 
     Args:
-        main: what it runs, with the number of the GPU and the queues of commands and answers.
+        main: what it runs.
     """
 
-    def __init__(self, main: Callable[[int, Any, Any], None] = trainer_main) -> None:
+    def __init__(self, main: Main = trainer_main) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.commands, self.answers = spawn.Queue(), spawn.Queue()
         device = torch.cuda.device_count() - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlrefit.integration.quantize import nvfp4
-from rlrefit.integration.quantize.four_bits import PackJob
-from rlrefit.integration.quantize.nvfp4_table import DevicePacker, make_packer
+from rlrefit.integration.quantize.four_bits import DevicePacker, PackJob, make_packer
+from rlrefit.integration.quantize.nvfp4_table import NVFP4
 from tests.triton_interpreter import run_interpreted
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
         )
         for w in weights
     ]
-    packer = make_packer(jobs, dtype, device, interpret=device.type == "cpu")
+    packer = make_packer(NVFP4, jobs, dtype, device, interpret=device.type == "cpu")
     assert isinstance(packer, DevicePacker)
     # On a GPU within and beyond what it divides by reciprocals.
     for factor in (1.0, 3.0, 2.0**-40) if device.type == "cpu" else (1.0, 3.0, 2.0**-40, 2.0**-95, 2.0**8):

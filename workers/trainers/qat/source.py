@@ -14,9 +14,9 @@ import torch
 from ....integration.layout import Box, Fragment
 from ....integration.packing import Cast
 from ....integration.quantize import blocks, nvfp4
-from ....integration.quantize.four_bits import PackJob
+from ....integration.quantize.four_bits import Packer, PackJob, make_packer
 from ....integration.quantize.nvfp4_checkpoint import packed_names
-from ....integration.quantize.nvfp4_table import Nvfp4Packer, make_packer
+from ....integration.quantize.nvfp4_table import NVFP4
 from ....integration.weights.endpoints import WeightSource, Writes, writes_by
 from ....integration.weights.manifest import TensorSpec
 from .model import QAT
@@ -29,7 +29,7 @@ class _Packing:
     """What packs the parts of weights that are exported in one dtype: their jobs, and where their global scales are."""
 
     dtype: torch.dtype
-    packer: Nvfp4Packer
+    packer: Packer
     positions: torch.Tensor
 
 
@@ -170,7 +170,7 @@ class PackedSource:
         return [
             _Packing(
                 dtype,
-                make_packer([job for _, job in found], dtype, self.device),
+                make_packer(NVFP4, [job for _, job in found], dtype, self.device),
                 self._qat.positions([name for name, _ in found]),
             )
             for dtype, found in by_dtype.items()

@@ -1,0 +1,178 @@
+"""What FP8, MXFP8, MXFP4 and NVFP4 require of the rest of a recipe: weights of the engine, and of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .errors import Violation
+from .schema import TrainConfig
+
+
+def weight_dtype_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    """What would not run, or would quantize otherwise than asked.
+
+    Args:
+        config: whose values are possible each for itself, but for ``bad``.
+        bad: keys whose values are not.
+    """
+    for check in (_fp8_weights, _mxfp4_weights, _fp8_parameters, _qat):
+        yield from check(config, bad)
+
+
+def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
+    quantizes, dtype = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype
+    if stored in bad:
+        return
+    made = dtype in ("fp8", "mxfp8")
+    if quantizes and not made:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine keeps no weights in FP8, so that nothing is to be quantized so; give {stored}=fp8, or false here",
+        )
+    if dtype == "mxfp8" and config.generation.backend != "vllm":
+        yield Violation(
+            (stored, "generation.backend"),
+            f"{stored}: recipes bring MXFP8 to vLLM alone; give fp8, or generation.backend=vllm",
+        )
+    elif dtype == "mxfp8" and not quantizes:
+        yield Violation(
+            (stored, key),
+            f"{stored}: before Blackwell vLLM's own scales of MXFP8 leave half of its range unused, so the trainer makes them; "
+            f"give {key}=true",
+        )
+    if (
+        dtype == "mxfp8"
+        and config.generation.backend == "vllm"
+        and config.generation.vllm.kv_cache_dtype != "auto"
+    ):
+        yield Violation(
+            ("generation.vllm.kv_cache_dtype", stored),
+            f"generation.vllm.kv_cache_dtype: an FP8 KV cache beside {stored}=mxfp8 has not run; give auto, or {stored}=fp8",
+        )
+    if dtype == "fp8" and not quantizes and config.generation.backend != "vllm":
+        yield Violation(
+            (stored, "generation.backend", key),
+            f"{stored}: the {config.generation.backend} engine does not quantize weights itself; give {key}=true",
+        )
+    if quantizes and made and config.model.dtype not in ("auto", "bfloat16", "float16"):
+        yield Violation(
+            (key, "model.dtype"),
+            f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
+        )
+
+
+def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_mxfp4", "generation.weight_dtype"
+    quantizes, mxfp4 = config.policy.refit.trainer_quantize_mxfp4, config.generation.weight_dtype == "mxfp4"
+    if quantizes and not mxfp4 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine does not keep experts in MXFP4; give {stored}=mxfp4, or false here",
+        )
+    if not mxfp4:
+        return
+    for other, wrong, why in (
+        (key, not quantizes, "vLLM packs nothing itself; give true"),
+        (
+            "generation.backend",
+            config.generation.backend != "vllm",
+            "refits bring packed experts to vLLM alone; give vllm",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16"),
+            "vLLM computes with MXFP4 in bfloat16 alone; give that",
+        ),
+        (
+            "generation.vllm.kv_cache_dtype",
+            config.generation.vllm.kv_cache_dtype != "auto",
+            "an FP8 KV cache beside it has not run; give auto",
+        ),
+    ):
+        if wrong:
+            yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")
+
+
+def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, trainer = "trainer.fp8_param", config.trainer
+    if not trainer.fp8_param or trainer.backend != "megatron":
+        return
+    for other, wrong, why in (
+        (
+            "generation.weight_dtype",
+            config.generation.weight_dtype != "fp8",
+            "an engine in another format would get all of these weights whole, over the misc path; give fp8",
+        ),
+        (
+            "policy.refit.trainer_quantize_fp8",
+            config.generation.weight_dtype == "fp8" and not config.policy.refit.trainer_quantize_fp8,
+            "the engine would quantize once more what it gets in BF16; give true",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16"),
+            "what is not in FP8 is in bfloat16; give that",
+        ),
+        (
+            "trainer.distributed_optimizer",
+            not trainer.distributed_optimizer,
+            "Megatron's other optimizers have not run with it; give true",
+        ),
+        (
+            "trainer.optimizer.cpu_offload_fraction",
+            trainer.optimizer.cpu_offload_fraction,
+            "an optimizer in host memory has not run with it; give 0",
+        ),
+        ("trainer.lora.rank", trainer.lora.rank, "adapters have not run with it; give 0"),
+        ("policy.qat", config.policy.qat != "off", "a layer computes in one of both; give off"),
+    ):
+        if wrong:
+            yield Violation((key, other), f"{other}: {key} is true, and {why}, or {key}=false")
+
+
+def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, trainer, generation = "policy.qat", config.trainer, config.generation
+    qat = config.policy.qat
+    if qat == "off" or key in bad:
+        return
+    for other, wrong, why in (
+        (
+            "trainer.tensor_parallel",
+            trainer.backend == "fsdp" and trainer.tensor_parallel > 1,
+            "it knows no tensor parallelism of transformers'; give 1, or trainer.backend=megatron",
+        ),
+        (
+            "trainer.optimizer.cpu_offload_fraction",
+            trainer.optimizer.cpu_offload_fraction,
+            "weights that an optimizer in host memory steps have not been quantized; give 0",
+        ),
+        ("trainer.lora.rank", trainer.lora.rank, "adapters beside quantized weights have not run; give 0"),
+        (
+            "generation.backend",
+            generation.backend != "vllm",
+            "refits bring packed weights to vLLM alone; give vllm",
+        ),
+        (
+            "generation.weight_dtype",
+            generation.weight_dtype != "auto",
+            "the engine holds NVFP4 then; give auto",
+        ),
+        (
+            "generation.vllm.kv_cache_dtype",
+            generation.vllm.kv_cache_dtype != "auto",
+            "an FP8 KV cache beside packed weights has not run; give auto",
+        ),
+        (
+            "trainer.fsdp.cpu_offload",
+            trainer.fsdp.cpu_offload,
+            "scales of weights in host memory have not been computed; give false",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype == "float32",
+            "vLLM computes with NVFP4 in 16 bits alone; give bfloat16",
+        ),
+    ):
+        if wrong:
+            yield Violation((key, other), f"{other}: {key} is {qat}, and {why}, or {key}=off")
