@@ -585,6 +585,8 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     weight_dtype_violations,
+    mtp_violations,
+    speculation_violations,
     sglang_violations,
     colocated_violations,
 )
