@@ -117,6 +117,8 @@ class FoundAhead:
                 if isinstance(error, BrokenProcessPool):
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(leader, signal.SIGKILL)  # what it has started
+                    # The thread of a broken pool locks itself out, for ever, if the pool is gone before it has ended.
+                    pool.shutdown()
                     pool, leader = self._process()
         pool.shutdown()
 

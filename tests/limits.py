@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -44,6 +45,10 @@ class Limits:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         self._allow(self._ending_s)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        sys.stdout.flush()  # what is in a buffer would be lost
 
     def _allow(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._told)
