@@ -101,7 +101,7 @@ class FoundAhead:
         self._theirs.close()
 
     def _do_all(self, take: Callable[[], Work]) -> None:
-        pool, leader = self._process()
+        process: tuple[ProcessPoolExecutor, int] | None = None
         while self._left:
             try:
                 work = take()
@@ -109,16 +109,19 @@ class FoundAhead:
                 break  # the other process has begun the last one
             folder = self._root / _name(work)
             try:
+                pool, leader = process = process or self._process()
                 longest_s = getattr(work, "longest_s", self._longest_s)
                 answer = pool.submit(_answer_of, work, folder, longest_s).result()
                 self._answers[work].set_result(answer)
             except BaseException as error:
                 self._answers[work].set_exception(self._told_late(folder) or error)
-                if isinstance(error, BrokenProcessPool):
+                if process is not None and isinstance(error, BrokenProcessPool):
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(leader, signal.SIGKILL)  # what it has started
-                    pool, leader = self._process()
-        pool.shutdown()
+                    pool.shutdown()
+                    process = None
+        if process is not None:
+            process[0].shutdown()
 
     def _told_late(self, folder: Path) -> WorkFailed | None:
         """The error of a work whose time was over."""
@@ -128,11 +131,19 @@ class FoundAhead:
         return WorkFailed(f"{folder.name} took longer than it may:\n{told}")
 
     def _process(self) -> tuple[ProcessPoolExecutor, int]:
-        """What does works, and the number of its process."""
+        """What does works, and the number of its process.
+
+        It has to be shut down before it is forgotten: Python 3.12.1's thread of a broken pool locks itself out, for ever, where
+        that pool is gone before the thread has ended.
+        """
         from tests.servers import processes  # which only sessions with tests that want them shall start
 
         pool = ProcessPoolExecutor(1, processes(), _begin, (self._theirs,))
-        return pool, pool.submit(os.getpid).result()
+        try:
+            return pool, pool.submit(os.getpid).result()
+        except BaseException:
+            pool.shutdown()
+            raise
 
 
 def _name(work: Work) -> str:

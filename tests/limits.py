@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -24,7 +25,6 @@ class Limits:
 
     def __init__(self, loading_s: float = 600.0, grace_s: float = 60.0, ending_s: float = 180.0) -> None:
         self._grace_s, self._ending_s = grace_s, ending_s
-        self._of_test = 0.0
         self._told = os.dup(2)  # pytest captures what is written there
         self._allow(loading_s)
 
@@ -32,18 +32,22 @@ class Limits:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         marker = item.get_closest_marker("timeout")
         of_all = item.config.getoption("timeout") or item.config.getini("timeout")
-        self._of_test = float(marker.args[0] if marker else of_all)
-        self._allow(self._of_test + self._grace_s)
+        self._allow(float(marker.args[0] if marker else of_all) + self._grace_s)
         return (yield)
 
     @pytest.hookimpl(trylast=True)
     def pytest_exception_interact(self) -> None:
         """After pytest's own, which takes an error for the end of all limits."""
-        self._allow(self._of_test + self._grace_s)
+        self._allow(self._seconds)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         self._allow(self._ending_s)
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        sys.stdout.flush()  # what is in a buffer would be lost
+
     def _allow(self, seconds: float) -> None:
+        self._seconds = seconds
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._told)

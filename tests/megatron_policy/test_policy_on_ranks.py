@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
 from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
 from rlrefit.workers.trainers.qat.config import QATConfig
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.policy_scenes import (
     LENGTHS,
     assert_reference_stays,
@@ -89,6 +90,18 @@ ADAPTED = {
     f"{name} with adapters": name for name in ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "DP2")
 }
 IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "CP2")
+# Left to make test-all: other cases have each part of these.
+_MORE = {
+    "layouts": {"TP2 and CP2", "PP2 and CP2"},
+    "bfloat16": {"TP2", "PP2 with tied embeddings"},
+    "recomputing": {"TP2 and EP2", "CP2"},
+    "adapters": {"TP2 with adapters"},
+    "resumed": {"CP2_EP2"},
+}
+
+
+def _marked(cases: Iterable[str], of: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE[of] else case for case in cases]
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,19 @@ class World:
 
 
 def run_all_cases(root: Path) -> World:
+    return _run(root, more=False)
+
+
+@of_all_tests
+def run_more_cases(root: Path) -> World:
+    """Without the single rank that all cases are held against."""
+    return _run(root, more=True)
+
+
+def _run(root: Path, more: bool) -> World:
+    def wanted(cases: Mapping[str, Any], of: str) -> dict[str, Any]:
+        return {name: case for name, case in cases.items() if (name in _MORE[of]) == more}
+
     paths = {
         name: write_checkpoint(kind, root / name.replace(" ", "_"), **changes)
         for name, (kind, changes) in CHECKPOINTS.items()
@@ -108,16 +134,18 @@ def run_all_cases(root: Path) -> World:
     shutil.copytree(paths["qwen3"], bad)
     (bad / "model.safetensors").unlink()
 
-    trained = {name: Case(paths[of], layout) for name, (of, layout) in LAYOUTS.items()}
-    for name in IN_BFLOAT16:
-        trained[f"{name} in bfloat16"] = replace(trained[name], dtype="bfloat16")
-    for name, recompute in RECOMPUTED.items():
-        trained[f"{name} recomputing"] = replace(trained[name], recompute=recompute)
+    plain = {name: Case(paths[of], layout) for name, (of, layout) in LAYOUTS.items()}
+    trained = wanted(plain, "layouts")
+    for name in wanted(dict.fromkeys(IN_BFLOAT16), "bfloat16"):
+        trained[f"{name} in bfloat16"] = replace(plain[name], dtype="bfloat16")
+    for name, recompute in wanted(RECOMPUTED, "recomputing").items():
+        trained[f"{name} recomputing"] = replace(plain[name], recompute=recompute)
     of_grpo = {"kl_coef": 0.1, "aggregation": "sequence"}
-    trained["CP2 with GRPO's loss"] = replace(trained["CP2"], **of_grpo)
-    for name, of in ADAPTED.items():
-        trained[name] = replace(trained[of], lora=LORA, kl_coef=0.1)
-    trained["DP2 without distributed optimizer"] = Case(paths["qwen3"], distributed_optimizer=False)
+    for name, of in wanted(ADAPTED, "adapters").items():
+        trained[name] = replace(plain[of], lora=LORA, kl_coef=0.1)
+    if not more:
+        trained["CP2 with GRPO's loss"] = replace(plain["CP2"], **of_grpo)
+        trained["DP2 without distributed optimizer"] = Case(paths["qwen3"], distributed_optimizer=False)
     resumed = {
         "TP2_EP2": Case(paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8),
         "DP2": Case(paths["qwen3"], {}, "bfloat16", eps=1e-8),
@@ -143,21 +171,40 @@ def run_all_cases(root: Path) -> World:
         alone[decay] = Case(paths["qwen3"], lr_decay=decay)
     other = Case(paths["moe"], LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": paths["qwen3"], "bad": str(bad)}
-    on_four = {name: Case(paths[of], layout) for name, (of, layout) in ON_FOUR.items()}
+    resumed = wanted(resumed, "resumed")
+    on_four = wanted({name: Case(paths[of], layout) for name, (of, layout) in ON_FOUR.items()}, "layouts")
     [single], double, four = run_together(
-        lambda: run_ranks(one_rank, 1, alone, timeout_s=PATIENT_S),
+        lambda: [{}] if more else run_ranks(one_rank, 1, alone, timeout_s=PATIENT_S),
         lambda: run_ranks(two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=PATIENT_S),
         lambda: run_ranks(four_ranks, 4, on_four, timeout_s=PATIENT_S),
     )
     return World(paths, single, double, four)
 
 
-AHEAD = (run_all_cases,)
+AHEAD = (run_all_cases, run_more_cases)
 
 
 @pytest.fixture(scope="module")
-def world(found_ahead: FoundAhead) -> World:
+def usual(found_ahead: FoundAhead) -> World:
     return found_ahead.by(run_all_cases)
+
+
+@pytest.fixture(scope="module")
+def whole(usual: World, found_ahead: FoundAhead) -> World:
+    more = found_ahead.by(run_more_cases)
+    double = [
+        {**rank, **{part: rank[part] | also[part] for part in ("trained", "resumed")}}
+        for rank, also in zip(usual.double, more.double, strict=True)
+    ]
+    four = [rank | also for rank, also in zip(usual.four, more.four, strict=True)]
+    return replace(usual, double=double, four=four)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    full = request.node.get_closest_marker("full") is not None
+    found: World = request.getfixturevalue("whole" if full else "usual")
+    return found
 
 
 def transformers_logprobs(folder: str) -> torch.Tensor:
@@ -174,7 +221,7 @@ def on_all(world: World, case: str) -> list[Any]:
     return [rank[case] for rank in (world.four if case in ON_FOUR else [r["trained"] for r in world.double])]
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", _marked(ALL, "layouts"))
 def test_log_probabilities_on_several_ranks_are_those_of_transformers_however_wide_a_row_is_computed(
     world: World, case: str
 ) -> None:
@@ -187,7 +234,7 @@ def test_log_probabilities_on_several_ranks_are_those_of_transformers_however_wi
             close(trimmed, whole, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", IN_BFLOAT16)
+@pytest.mark.parametrize("case", _marked(IN_BFLOAT16, "bfloat16"))
 def test_log_probabilities_in_bfloat16_stay_within_its_rounding(world: World, case: str) -> None:
     wanted = transformers_logprobs(world.paths[LAYOUTS[case][0]])
     for report in on_all(world, f"{case} in bfloat16"):
@@ -198,7 +245,13 @@ def test_log_probabilities_in_bfloat16_stay_within_its_rounding(world: World, ca
 
 
 @pytest.mark.parametrize(
-    "case", [*ALL, *ADAPTED, "CP2 with GRPO's loss", "DP2 without distributed optimizer"]
+    "case",
+    [
+        *_marked(ALL, "layouts"),
+        *_marked(ADAPTED, "adapters"),
+        "CP2 with GRPO's loss",
+        "DP2 without distributed optimizer",
+    ],
 )
 def test_training_on_several_ranks_reports_and_moves_the_weights_as_a_single_rank_does(
     world: World, case: str
@@ -217,7 +270,7 @@ def test_training_on_several_ranks_reports_and_moves_the_weights_as_a_single_ran
             close(ours, wanted, atol=5e-6, msg=name)
 
 
-@pytest.mark.parametrize("case", RECOMPUTED)
+@pytest.mark.parametrize("case", _marked(RECOMPUTED, "recomputing"))
 def test_activations_that_are_computed_again_train_bit_for_bit_as_kept_ones(world: World, case: str) -> None:
     for kept, again in zip(on_all(world, case), on_all(world, f"{case} recomputing"), strict=True):
         assert again.digests == kept.digests
@@ -256,7 +309,8 @@ def test_the_reference_policy_stays_where_the_policy_began_on_parts_of_rows(worl
 
 
 @pytest.mark.parametrize(
-    "case", ["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "TP2_EP2_with_adapters", "PP2_in_NVFP4"]
+    "case",
+    _marked(["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "TP2_EP2_with_adapters", "PP2_in_NVFP4"], "resumed"),
 )
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str

@@ -73,7 +73,7 @@ def run_here(
     return code, said.out + said.err
 
 
-def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 240.0) -> str:
+def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 300.0) -> str:
     """Read the command's output up to a step's line; a command that does not get there in time is killed."""
     assert process.stdout is not None
     read = ""
