@@ -14,6 +14,8 @@ from typing import Any
 from torch import Size, device
 
 _SHOWN = 3
+# Names that transformers writes, and published checkpoints' (NemotronH's), which it reads as the same weight.
+_PUBLISHED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
 
 class CheckpointMismatch(ValueError):
@@ -131,6 +133,7 @@ def _read_header(path: Path) -> tuple[dict[str, Size], str]:
 def _compare(expected: dict[str, Size], found: dict[str, tuple[Size, str]]) -> list[str]:
     problems = []
     for name, shape in expected.items():
+        name = name if name in found else _PUBLISHED.get(name, name)
         if name not in found:
             problems.append(f"parameter {name} {list(shape)} is in none of its files")
         elif found[name][0] != shape:
