@@ -147,7 +147,8 @@ class Policy(ABC):
         Returns:
             ``loss`` of the whole batch, ``grad_norm`` before clipping, ``lr``, ``entropy`` (mean of the trained
             tokens' distributions, nats), ``skipped`` (1 if the step was left out, when the others mean nothing, else 0), and
-            the means of :func:`~..algorithms.losses.metric_means`.
+            the means of :func:`~..algorithms.losses.metric_means`; where MTP layers are trained, ``mtp_accuracy`` (share of the
+            trained tokens that the first of them, given one token less, finds the most probable).
 
         Raises:
             ValueError: the batch lacks advantages, old log-probabilities, or what the loss needs besides; or

@@ -86,6 +86,7 @@ def run_schedule(
     on_logits: Callable[[Tensor, PolicyBatch], tuple[Tensor, Any]],
     *,
     forward_only: bool,
+    trains_mtp: bool = False,
 ) -> list[Any]:
     """Run this rank's micro-batches through Megatron's schedule for the layout.
 
@@ -96,6 +97,7 @@ def run_schedule(
         on_logits: on the last pipeline stage, (logits ``[B, S / CP, V/TP]``, micro-batch of whole rows) to (loss, result).
             The schedule takes the *mean* of the losses over micro-batches.
         forward_only: leave the backward out.
+        trains_mtp: the model has MTP layers, which learn the tokens that ``loss_mask`` selects.
 
     Returns:
         The results in the order of the micro-batches; empty on all but the last pipeline stage.
@@ -107,8 +109,10 @@ def run_schedule(
         part = next(micro_batches)
         places = torch.arange(part.input_ids.shape[1], device=part.input_ids.device)
         tokens, places = own_tokens(part.input_ids), own_tokens(places.expand_as(part.input_ids))
+        # Megatron takes the layers' labels from the tokens, and without a mask would have them learn prompts and padding too.
+        learned = {"loss_mask": own_tokens((part.loss_mask != 0).float())} if trains_mtp else {}
         # No mask: attention is causal, so the padding on the right is seen by padding only.
-        output = chunk(tokens, places, None)
+        output = chunk(tokens, places, None, **learned)
         return output, lambda logits: on_logits(logits, part)
 
     iterators = [split.parts(batch) for _ in model]

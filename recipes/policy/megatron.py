@@ -37,6 +37,8 @@ class MegatronPolicyConfig(PolicyConfig):
         recompute: activations that training computes again; None keeps them all.
         fp8_param: linear layers compute in FP8 and keep their weights so. The reference policy's do not.
         lora: adapters, which alone are trained; None trains all weights.
+        mtp_loss_scaling_factor: of the loss of the checkpoint's MTP layers, which training adds, and whose gradients end at
+            these layers; 0 leaves them out. The reference policy has none.
     """
 
     layout: MegatronLayout = field(default_factory=MegatronLayout)
@@ -44,6 +46,7 @@ class MegatronPolicyConfig(PolicyConfig):
     recompute: Recompute | None = None
     fp8_param: bool = False
     lora: Lora | None = None
+    mtp_loss_scaling_factor: float = 0.0
 
     def violations(self) -> list[str]:
         found = []
@@ -120,14 +123,29 @@ class MegatronPolicy(Policy):
             chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        return run_schedule(self.model, local, split, scaled, forward_only=False)
+        if not self._trains_mtp:
+            return run_schedule(self.model, local, split, scaled, forward_only=False)
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Counted
+
+        Counted.clean_metrics_in_tracker()
+        results = run_schedule(self.model, local, split, scaled, forward_only=False, trains_mtp=True)
+        if results:
+            right = Counted.tracker["correct_values"][0].double()
+            for index, result in enumerate(results):
+                # Counted over all micro-batches together.
+                result["mtp_accuracy"] = right if index == 0 else torch.zeros_like(right)
+        return results
 
     def _step_optimizer(self) -> tuple[float, float]:
         # Before the step, which would be taken with whatever the gradient is.
         self._optimizer.prepare_grads()
         grad_norm = self._optimizer.get_grad_norm()
-        if math.isfinite(grad_norm):
+        # Megatron's norm is that of the policy's own gradients; those of MTP layers have one of their own, by which they are clipped.
+        beside = self._optimizer._compute_grad_norms_by_group().values() if self._trains_mtp else ()
+        if all(map(math.isfinite, (grad_norm, *beside))):
             self._optimizer.step()
+        else:
+            grad_norm = math.nan
         lr = self._scheduler.get_lr(self._optimizer.param_groups[0])
         self._scheduler.step(increment=1)
         return float(grad_norm), float(lr)
@@ -152,6 +170,7 @@ class MegatronPolicy(Policy):
             fuse_gradient_accumulation=self.config.qat is None,
             fp8_param=self.config.fp8_param and trained,
             lora=self.config.lora,
+            mtp_loss_scaling_factor=self.config.mtp_loss_scaling_factor if trained else 0.0,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:
@@ -209,7 +228,12 @@ class MegatronPolicy(Policy):
             **{f"lora.{name}": value for name, value in lora.items()},
             # Only where it is on: checkpoints of runs without stay as they were.
             **({"fp8_param": True} if self.config.fp8_param else {}),
+            **({"mtp": True} if self._trains_mtp else {}),
         }
+
+    @property
+    def _trains_mtp(self) -> bool:
+        return self.config.mtp_loss_scaling_factor > 0
 
     @cached_property
     def _base(self) -> str:

@@ -359,6 +359,30 @@ def write_pair(
     return first, second
 
 
+def add_qwens_prediction_layer(folder: str) -> None:
+    """Add an MTP layer to a checkpoint of Qwen3-Next, as it is published: a module of its own beside the model."""
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(len(folder) + ord(folder[-1]))
+    hidden = tensors["model.norm.weight"].shape[0]
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix('model.layers.1.')}": tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.1.")
+    }
+    shapes |= {"mtp.fc.weight": torch.Size((hidden, 2 * hidden))}
+    shapes |= {
+        f"mtp.{n}.weight": torch.Size((hidden,))
+        for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
+    more = {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
+    }
+    save_file(tensors | more, file, {"format": "pt"})
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+
+
 def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """A multi-token-prediction layer as DeepSeek-V3's and GLM's, which transformers leaves out."""
     count, hidden = keys["num_hidden_layers"], keys["hidden_size"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_vllm_layouts import FAMILIES, UNPADDED
 from torch import nn
 from vllm_drafter_ranks import DRAFTERS, MTP, Drafted, DraftedRank, draft_there_and_back
@@ -19,7 +17,7 @@ from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 from rlrefit.workers.engines.vllm.drafters import check_drafter, check_follows, live_drafter
 from tests.ahead import FoundAhead
-from tests.families.checkpoints import write_pair
+from tests.families.checkpoints import add_qwens_prediction_layer, write_pair
 from tests.families.expected import VLLM, is_of
 from tests.spawn import run_ranks
 from tests.vllm_cpu import PACKS_EXPERTS
@@ -82,6 +80,8 @@ OWN = "model.layers.0.weight"
 TAKEN = "mtp.weight"
 # Another rank's and another part's: what this rank leaves aside is no MTP layer for that alone.
 BESIDE = ("model.layers.1.weight", "vision_tower.encoder.layers.9.weight", "lm_head.weight")
+# Of a trainer that has no MTP layers: the embedding and the head once more.
+COPIES = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
 MTP_NAMES = [
     "model.layers.2.eh_proj.weight",
     "language_model.model.layers.2.mlp.up_proj.weight",
@@ -107,7 +107,7 @@ def test_mtp_layers_of_another_checkpoint_are_refused_where_the_policy_trains_it
     with pytest.raises(PlanError) as caught:
         _follows("mtp", OTHER, name)
     assert caught.value.parameter == name
-    _follows("mtp", OTHER)
+    _follows("mtp", OTHER, *COPIES)
     _follows("mtp", POLICY, name)
     _follows("ngram", OTHER, name)
 
@@ -142,30 +142,6 @@ def test_the_drafter_is_found_in_either_model_runner_and_by_the_method_of_later_
         assert live_drafter(SimpleNamespace(**runner)) is None
 
 
-def _with_qwens_mtp_layer(folder: str) -> None:
-    """As Qwen3-Next is published: a module of its own beside the model."""
-    file = Path(folder) / "model.safetensors"
-    tensors = load_file(file)
-    generator = torch.Generator().manual_seed(len(folder) + ord(folder[-1]))
-    hidden = tensors["model.norm.weight"].shape[0]
-    shapes = {
-        f"mtp.layers.0.{name.removeprefix('model.layers.1.')}": tensor.shape
-        for name, tensor in tensors.items()
-        if name.startswith("model.layers.1.")
-    }
-    shapes |= {"mtp.fc.weight": torch.Size((hidden, 2 * hidden))}
-    shapes |= {
-        f"mtp.{n}.weight": torch.Size((hidden,))
-        for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    }
-    more = {
-        name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
-    }
-    save_file(tensors | more, file, {"format": "pt"})
-    config = Path(folder) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
-
-
 # A drafter that shares nothing with its model loads both copies of an embedding of GLM-4.7-Flash, and the last one wins.
 CASES = {
     **{f"{family} TP{size}": (family, size, False) for size in (1, 2) for family in DRAFTERS},
@@ -182,7 +158,7 @@ def refit_drafters(folder: Path) -> dict[str, list[DraftedRank]]:
         )
         if family == "qwen3_next":
             for path in pairs[family]:
-                _with_qwens_mtp_layer(path)
+                add_qwens_prediction_layer(path)
     found: dict[str, list[DraftedRank]] = {}
     for ranks in (1, 2):
         own = {

@@ -28,6 +28,8 @@ _WITHOUT_WEIGHTS: Final = frozenset({"ngram", "[ngram]", "ngram_gpu", "suffix", 
 # MTP layers have a module of their own (Qwen3-Next, MiMo, LongCat, ERNIE), or follow the last layer (DeepSeek, GLM).
 _MTP_MODULE: Final = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 _LAYER: Final = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
+# Of what the model has itself. Megatron-Bridge exports GLM-4.7-Flash's for a trainer without MTP layers, too.
+_COPIES: Final = ("embed_tokens.weight", "shared_head.head.weight")
 # Their loaders refuse a call without weights of each MTP layer, and have no other switch.
 _MODELS: Final = "vllm.model_executor.models"
 _WANT_ALL_LAYERS: Final = (
@@ -133,10 +135,12 @@ def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
 
 
 def mtp_weights(names: Iterable[str], vllm_config: Any) -> Iterator[str]:
-    """Those of ``names`` that are weights of MTP layers, by the names that checkpoints give them."""
+    """Those of ``names`` that are MTP layers' own weights, by the names that checkpoints give them."""
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     for name in names:
         layer = _LAYER.match(name)
+        if name.endswith(_COPIES):
+            continue
         if _MTP_MODULE.search(name) or (layer and int(layer[1]) >= layers):
             yield name
 

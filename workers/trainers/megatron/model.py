@@ -12,6 +12,8 @@ import torch
 
 from ..checkpoint_ranks import check_on_all_ranks
 from .cpu_standins import ensure_megatron
+from .enumeration import conversion_tasks
+from .hf_checkpoint import CheckpointMismatch
 from .pipeline_layout import pipeline_layout_violations
 
 
@@ -160,6 +162,7 @@ def build_megatron(
     fuse_gradient_accumulation: bool = True,
     fp8_param: bool = False,
     lora: Lora | None = None,
+    mtp_loss_scaling_factor: float = 0.0,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -183,12 +186,16 @@ def build_megatron(
         fp8_param: linear layers compute in FP8 (E4M3, blocks of 128 by 128) and keep their weights so: Transformer Engine's
             blockwise recipe. On GPUs from Hopper on, with ``dtype`` bfloat16.
         lora: adapters, whose factors have ``dtype``; None trains all weights.
+        mtp_loss_scaling_factor: above 0 the model has the checkpoint's layers for multi-token prediction (MTP), and training adds
+            their loss with this weight, by Megatron's own rule. Their gradients end at these layers, so that the policy is
+            trained as without them. 0 leaves them out: neither trained nor exported.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
         ValueError: the layout fits neither the ranks nor the model-parallel state that is there already; no layer gets an
-            adapter of ``lora``.
-        CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
+            adapter of ``lora``; MTP layers are asked for, and the checkpoint's configuration has none.
+        CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape, or has no weights for MTP layers that are
+            asked for; the same on all ranks.
     """
     folder, checked = check_on_all_ranks(model_path, layout, load_weights)
 
@@ -197,7 +204,7 @@ def build_megatron(
     provider = bridge.to_megatron_provider(load_weights=False)
     set_layout(provider, layout)
     set_precision(provider, dtype)
-    _set_for_reinforcement_learning(provider)
+    _set_for_reinforcement_learning(provider, mtp_loss_scaling_factor)
     if recompute is not None:
         _set_recompute(provider, recompute)
     if fp8_param:
@@ -224,6 +231,8 @@ def build_megatron(
         use_cpu_initialization=on_cpu,
     )
     unquantized = None
+    if mtp_loss_scaling_factor and load_weights:
+        _require_prediction(bridge, model, folder)
     if lora is not None:
         _require_adapters(lora, model)
     if load_weights:
@@ -262,6 +271,26 @@ def _require_adapters(lora: Lora, model: list[Any]) -> None:
         raise ValueError(
             f"no layer of the model is named {' or '.join(lora.target_modules)}, so that nothing would be trained"
         )
+
+
+def _require_prediction(bridge: Any, model: list[Any], folder: Path) -> None:
+    """Raise CheckpointMismatch if MTP layers would stay random: Bridge passes over what it finds no weights for. A collective."""
+    filled = {id(task.param_weight) for task in conversion_tasks(bridge, model)}
+    lacking = [
+        name
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if ".mtp." in f".{name}" and id(parameter) not in filled
+    ]
+    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, lacking)
+    for rank, names in enumerate(found):
+        if names:
+            raise CheckpointMismatch(
+                f"rank {rank}: checkpoint {folder} has no weights that Megatron-Bridge knows for {len(names)} parameters of the layers "
+                f"for multi-token prediction, among them {names[0]}; they would stay random, and no refit would bring them. Give a "
+                "checkpoint with these layers, or mtp_loss_scaling_factor 0"
+            )
 
 
 def set_layout(provider: Any, layout: MegatronLayout) -> None:
@@ -311,12 +340,11 @@ def set_precision(provider: Any, dtype: torch.dtype) -> None:
     provider.fp16 = dtype == torch.float16
 
 
-def _set_for_reinforcement_learning(provider: Any) -> None:
-    """Log-probabilities must depend on the tokens alone, and the loss be the policy's alone."""
+def _set_for_reinforcement_learning(provider: Any, mtp_loss_scaling_factor: float) -> None:
+    """Log-probabilities must depend on the tokens alone, and the loss of the policy be its own alone."""
     provider.hidden_dropout = 0.0
     provider.attention_dropout = 0.0
-    # A multi-token-prediction head takes no part in the policy's probabilities.
-    provider.mtp_num_layers = None
+    _set_prediction(provider, mtp_loss_scaling_factor)
     if provider.num_moe_experts is None:
         return
     provider.moe_grouped_gemm = True
@@ -330,6 +358,22 @@ def _set_for_reinforcement_learning(provider: Any) -> None:
     provider.moe_expert_capacity_factor = None
     # Top-k among nearly equal logits in bfloat16 would choose other experts than the engine does.
     provider.moe_router_dtype = "fp32"
+
+
+def _set_prediction(provider: Any, loss_scaling_factor: float) -> None:
+    """MTP layers take no part in the policy's probabilities; those that are trained get gradients of their own loss alone."""
+    if not loss_scaling_factor:
+        provider.mtp_num_layers = None
+        # Hybrid models take the number from the pattern then, and Megatron would add the layers' loss to the policy's.
+        provider.mtp_hybrid_override_pattern = None
+        return
+    if not provider.mtp_num_layers:
+        raise ValueError(
+            "mtp_loss_scaling_factor is above 0, and the checkpoint's config.json has no layers for multi-token prediction "
+            "(num_nextn_predict_layers, mtp_num_hidden_layers) that Megatron-Bridge reads; give 0"
+        )
+    provider.mtp_loss_scaling_factor = loss_scaling_factor
+    provider.mtp_detach_heads = True
 
 
 def set_for_cpu(provider: Any) -> None:
