@@ -97,3 +97,19 @@ def accept_experts_without_gates() -> None:
             return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
 
     layer.current_platform = config.current_platform = Platform()
+
+
+def keep_temperatures_of_drafts() -> None:
+    """Repair what vLLM 0.21 samples drafted tokens with on CPUs.
+
+    It spreads each request's temperature, top-k and top-p over its drafts in a copy that it drops, so that they are what memory holds,
+    which can end the engine as it starts. Call it before the worker makes its model runner.
+    """
+    import torch
+    import vllm.utils.cpu_triton_utils as kernels
+
+    def spread(output: Any, given: Any, ends: Any, old: float, new: float, MAX_NUM_TOKENS: int = 0) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        output.copy_(torch.where(given == old, new, given).repeat_interleave(counts))
+
+    kernels.expand_kernel = kernels._FuncWrapper(spread)

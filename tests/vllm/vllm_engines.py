@@ -106,10 +106,10 @@ class Engine:
 class ScriptEngine(Engine):
     """``vllm.LLM``, started with rlrefit as its weight-transfer backend."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, **more: Any) -> None:
         from vllm import LLM
 
-        self.llm = LLM(**_arguments(path), weight_transfer_config=transfer_config())
+        self.llm = LLM(**_arguments(path) | more, weight_transfer_config=transfer_config())
         self.driver = VllmDriver(self.llm)
         self.sleep, self.wake_up = self.llm.sleep, self.llm.wake_up
         self.shutdown = self.llm.llm_engine.engine_core.shutdown

@@ -16,15 +16,20 @@ CONFIG = {"transport": "auto", "bucket_mb": 1, "timeout_s": 120.0, "verify": "fu
 
 
 class Trainers:
-    """A trainer of each model; ``models`` are checkpoint folders by the model's name."""
+    """A trainer of each model.
 
-    def __init__(self, models: dict[str, Sequence[str]]) -> None:
+    Args:
+        models: checkpoint folders by the model's name.
+        built_with: of ``build_megatron``.
+    """
+
+    def __init__(self, models: dict[str, Sequence[str]], **built_with: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._commands = [context.Queue() for _ in range(RANKS)]
         self._answers = context.Queue()
         self._pool = ThreadPoolExecutor(2)
         self._ranks = self._pool.submit(
-            run_ranks, obey, RANKS, models, self._commands, self._answers, timeout_s=580.0
+            run_ranks, obey, RANKS, models, built_with, self._commands, self._answers, timeout_s=580.0
         )
 
     def do(self, method: str, *args: Any) -> list[Any]:
@@ -49,14 +54,14 @@ class Trainers:
 
 
 class _Trainer:
-    def __init__(self, rank: int, models: dict[str, Sequence[str]]) -> None:
+    def __init__(self, rank: int, models: dict[str, Sequence[str]], built_with: dict[str, Any]) -> None:
         from rlrefit.integration.config import RefitConfig
         from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
         from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
         class Worker(MegatronRefitMixin):
             def __init__(self, path: str) -> None:
-                built = build_megatron(path, MegatronLayout(tensor_parallel=2))
+                built = build_megatron(path, MegatronLayout(tensor_parallel=2), **built_with)
                 self.model, self.bridge, self.refit_config = built.model, built.bridge, RefitConfig(**CONFIG)
 
         self._rank = rank
@@ -114,8 +119,14 @@ class _Trainer:
         type(worker.bridge).from_hf_pretrained(self._models[model][index]).load_hf_weights(worker.model)
 
 
-def obey(rank: int, models: dict[str, Sequence[str]], commands: Sequence[Any], answers: Any) -> None:
-    trainer = _Trainer(rank, models)
+def obey(
+    rank: int,
+    models: dict[str, Sequence[str]],
+    built_with: dict[str, Any],
+    commands: Sequence[Any],
+    answers: Any,
+) -> None:
+    trainer = _Trainer(rank, models, built_with)
     while (command := commands[rank].get()) is not None:
         method, args = command
         answers.put((rank, getattr(trainer, method)(*args)))
