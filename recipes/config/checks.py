@@ -15,6 +15,7 @@ from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violati
 from ..algorithms.losses import AGGREGATIONS
 from ..algorithms.rates import LR_DECAYS
 from ..rewards.scorer import BUNDLED
+from .drafting import MTP, mtp_violations, speculation_violations
 from .engines import ENABLED, VLLM_LORA_RANKS, colocated_violations, sglang_violations
 from .errors import Violation
 from .schema import TrainConfig
@@ -81,6 +82,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("trainer.virtual_pipeline", lambda v: v >= 2, "is no number of chunks to interleave; give at least 2, or null for one"),
     ("trainer.num_layers_in_first_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
     ("trainer.num_layers_in_last_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
+    (MTP, lambda v: v >= 0, "would make MTP layers worse; give a number above 0, or 0 for a trainer without them"),
     ("trainer.recompute.num_layers", lambda v: v >= 1, "is no number of layers; give at least 1, or null"),
     ("trainer.optimizer.cpu_offload_fraction", lambda v: 0 <= v <= 1, "is no part of the optimizer's state; give 0 (none) to 1 (all)"),
     ("trainer.optimizer.lr", lambda v: v > 0, "learns nothing; give a number above 0"),
@@ -447,6 +449,7 @@ MEGATRON_ONLY = (
     "trainer.context_parallel",
     "trainer.distributed_optimizer",
     "trainer.fp8_param",
+    MTP,
     "trainer.recompute.method",
     "trainer.recompute.num_layers",
     "trainer.recompute.modules",
@@ -463,6 +466,7 @@ _INSTEAD = {
     "trainer.expert_parallel": "FSDP shards the experts like all else",
     "trainer.context_parallel": "transformers' attention is computed on whole rows; trainer.recompute is there for long ones",
     "trainer.distributed_optimizer": "FSDP always shards the optimizer's state",
+    MTP: "transformers leaves MTP layers out of the model",
     "trainer.recompute.modules": "FSDP recomputes whole layers",
     "trainer.optimizer.cpu_offload_fraction": "trainer.fsdp.cpu_offload=true offloads all",
 }
@@ -735,6 +739,8 @@ _COMBINATIONS = (
     _mxfp4_weights,
     _fp8_parameters,
     _qat,
+    mtp_violations,
+    speculation_violations,
     sglang_violations,
     colocated_violations,
 )

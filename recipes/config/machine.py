@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...workers.checkpoint_folder import INDEX, has_weights
 from ..tiny.checkpoints import KINDS, PREFIX
+from .drafting import speculation_gpu_violations
 from .engines import colocated_gpu_violations, sglang_gpu_violations
 from .errors import Violation
 from .options import missing_engine, missing_megatron
@@ -131,6 +132,7 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
         gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked of their number.
     """
     yield from sglang_gpu_violations(config, gpus)
+    yield from speculation_gpu_violations(config, gpus)
     if config.policy.qat == "w4a16" and not gpus and config.ray.address is None:
         yield Violation(
             ("policy.qat", "ray.address"),

@@ -14,11 +14,11 @@ from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bund
 from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
+from .drafting import PREDICTION_LAYERS, lack_violations, without_prediction
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
 
-_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
@@ -59,7 +59,7 @@ def quantization_of(hf_config: Mapping[str, Any]) -> Any:
 def catalog_model(config: TrainConfig) -> Model | None:
     """The bundled model whose shapes the recipe's has: by ``model.catalog``, or by its hub name; else None.
 
-    Without layers for multi-token prediction, as the policy is built and exported.
+    Without layers for multi-token prediction where the policy is built and exported without them.
 
     Raises:
         ValueError: ``model.catalog`` names none.
@@ -70,14 +70,12 @@ def catalog_model(config: TrainConfig) -> Model | None:
     if name not in bundled_models():
         raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
     model = open_model(name)
+    if config.trainer.mtp_loss_scaling_factor > 0:
+        return model
     text = model.config.get("text_config")
-    whole = _without_prediction(model.config)
-    config_keys = whole if text is None else whole | {"text_config": _without_prediction(text)}
+    whole = without_prediction(model.config)
+    config_keys = whole if text is None else whole | {"text_config": without_prediction(text)}
     return model if config_keys == model.config else replace(model, config=config_keys)
-
-
-def _without_prediction(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: 0 if key in _PREDICTION_LAYERS else value for key, value in keys.items()}
 
 
 def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
@@ -111,7 +109,7 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
     differences = [
         f"{key} is {theirs[key]!r} and not {value!r}"
         for key, value in ours.items()
-        if not key.startswith("_") and key not in _PREDICTION_LAYERS and theirs.get(key, value) != value
+        if not key.startswith("_") and key not in PREDICTION_LAYERS and theirs.get(key, value) != value
     ]
     if not differences:
         return []
@@ -178,6 +176,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             Violation(("trainer.context_parallel", "model.path"), f"trainer.context_parallel: {problem}")
         )
     found += _stage_violations(config, text.get("num_hidden_layers"))
+    found += lack_violations(config, text)
     if config.policy.qat != "off":
         for wrong, problem in (
             (experts is not None, "the model has experts, with which no recipe has run in NVFP4; give off"),

@@ -31,6 +31,9 @@ class VllmConfig:
         seed_per_request: give each rollout its own seed, so that its samples do not depend on how vLLM batches it. Equal
             weights then give equal rollouts, up to rounding, and a resumed run samples the same ones. vLLM samples such
             requests one after another in Python, for each token. False: each engine draws from one generator.
+        speculative_config: vLLM's own settings of speculative decoding, e.g. ``{method: mtp, num_speculative_tokens: 1}``; empty
+            for none. MTP layers that ``trainer.mtp_loss_scaling_factor`` trains follow each refit, other drafters keep their weights.
+            Rollouts stay the policy's, which verifies each draft, and so do their log-probabilities.
     """
 
     max_model_len: int | None = None
@@ -43,6 +46,7 @@ class VllmConfig:
     kv_cache_dtype: str = "auto"
     attention_backend: str | None = None
     seed_per_request: bool = False
+    speculative_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -374,6 +378,9 @@ class TrainerConfig:
         fp8_param: linear layers compute in FP8 and keep their weights so, in blocks of 128 by 128 (Transformer Engine's blockwise
             recipe). Refits send these codes and scales as they are to engines that hold the same blocks
             (``generation.weight_dtype: fp8``). On GPUs from Hopper on.
+        mtp_loss_scaling_factor: above 0 the trainer has the checkpoint's layers for multi-token prediction (MTP), which learn the
+            rollouts' tokens; their loss has this weight (Megatron's name; 0.1 is usual), and its gradients end at these layers. They
+            are what vLLM drafts with (``generation.vllm.speculative_config``). 0: the trainer has none.
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
         fsdp: see :class:`FSDPConfig`.
@@ -394,6 +401,7 @@ class TrainerConfig:
     micro_batch_size: int = 8
     distributed_optimizer: bool = False
     fp8_param: bool = False
+    mtp_loss_scaling_factor: float = 0.0
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

@@ -186,6 +186,7 @@ def _megatron(config: TrainConfig, common: dict[str, Any]) -> MegatronPolicyConf
         ),
         distributed_optimizer=trainer.distributed_optimizer,
         fp8_param=trainer.fp8_param,
+        mtp_loss_scaling_factor=trainer.mtp_loss_scaling_factor,
         recompute=None
         if recompute.granularity is None
         else Recompute(

@@ -43,6 +43,12 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments["attention_backend"] = vllm.attention_backend
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
+    if vllm.speculative_config:
+        # A copy: vLLM adds to it. The policy's own checkpoint is its default, which may be a folder of another name here.
+        asked = vllm.speculative_config.items()
+        arguments["speculative_config"] = {
+            key: value for key, value in asked if (key, value) != ("model", config.model.path)
+        }
     if config.policy.refit.lora == "adapter":
         rank = min(size for size in VLLM_LORA_RANKS if size >= config.trainer.lora.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
