@@ -59,6 +59,7 @@ class TorchGroup(Group):
         self._carrier = "NCCL" if device.type == "cuda" else "gloo"
         self._backends = list(backends)  # torch's stubs leave out the methods of the backend classes
         self._owns = owns
+        self._address = ""
         self._connected: set[int] = set()
         self._broadcast_connected = False
 
@@ -90,8 +91,9 @@ class TorchGroup(Group):
             PeerLost: the ranks can't reach each other, or one has given up.
         """
         group = cls(rank, size, device, timeout_s, watch, lanes)
+        group._address = address
         try:
-            group._open_lanes(store, name, address)
+            group._open_lanes(store, name)
         except BaseException as error:
             # The lanes that are open already: peers would wait for them.
             end_all([partial(group.close, failed=True)], error)
@@ -205,11 +207,11 @@ class TorchGroup(Group):
             raise RefitError("the process group is closed", stage="process group", rank=self.rank)
         return self._backends[lane]
 
-    def _open_lanes(self, store: Store, name: str, address: str) -> None:
+    def _open_lanes(self, store: Store, name: str) -> None:
         try:
             for lane in range(self.lanes):
                 # Gloo connects to each rank in turn here, and does not notice ranks that give up meanwhile.
-                make = partial(self._make, PrefixStore(f"{name}/{lane}", store), address)
+                make = partial(self._make, PrefixStore(f"{name}/{lane}", store))
                 self._backends.append(self._guarded(make))
             # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
             self.connect_broadcast(0)
@@ -222,14 +224,14 @@ class TorchGroup(Group):
                 rank=self.rank,
             ) from error
 
-    def _make(self, store: Store, address: str) -> Any:
+    def _make(self, store: Store) -> Any:
         timeout = timedelta(seconds=self.timeout_s)
         if self.device.type != "cuda":
-            if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
+            if not self._address or os.environ.get("GLOO_SOCKET_IFNAME"):
                 return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
             gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out its options
             choice = gloo._Options()
-            choice._devices, choice._timeout = [gloo.create_device(hostname=address)], timeout
+            choice._devices, choice._timeout = [gloo.create_device(hostname=self._address)], timeout
             return gloo(store, self.rank, self.size, choice)
         options = dist.ProcessGroupNCCL.Options()
         # torch's own watchdog ends the whole process; the waits here shall come first.

@@ -165,7 +165,8 @@ def test_a_fault_of_the_network_in_the_middle_of_a_refit_ends_it_on_all_ranks_an
             assert one.dirty == (rank >= TRAINERS)
             assert one.seconds < 5 * SHORT_S
         for rank in (0, 1):
-            assert ended[rank].error.blamed in (2, 3)
+            # One rank alone can be blamed, but all are named.
+            assert ended[rank].error.blamed in (-1, 2, 3)
             assert b.address in str(ended[rank].error)
         for rank in {2, 3} & {*living}:
             assert ended[rank].error.blamed == 0

@@ -367,7 +367,7 @@ def test_a_group_that_can_not_open_all_its_lanes_closes_those_that_it_has(
     made: list[Any] = []
     closed: list[bool] = []
 
-    def make(group: Group, store: Any, address: str) -> Any:
+    def make(group: Group, store: Any) -> Any:
         if made:
             raise error("no more")
         made.append(object())
