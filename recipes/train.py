@@ -278,7 +278,7 @@ def _told_what_is_saved(store: CheckpointStore) -> Iterator[None]:
     """An interrupt that ends the run at once says which checkpoint there is."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the second by Ray's handler of SIGTERM, while Ray starts
         newest = store.newest()
         saved = "no step is saved" if newest is None else f"{newest} is saved; resume=true goes on from there"
         raise Interrupted(f"stopped at once; {saved}") from None
@@ -286,7 +286,10 @@ def _told_what_is_saved(store: CheckpointStore) -> Iterator[None]:
 
 @contextmanager
 def _ended_as_interrupted() -> Iterator[None]:
-    """SIGTERM, by which SLURM and Kubernetes end a run, ends it as an interrupt does; Ray's handlers tell nothing, or a stack of C++."""
+    """SIGTERM, by which SLURM and Kubernetes end a run, ends it as an interrupt does, once Ray runs.
+
+    Of the handler that Ray installs as it starts, one sees a stack of C++ alone.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import REFIT_KEYS, RefitConfig, read_settings
 from rlrefit.recipes.cli import main
-from rlrefit.recipes.config.load import TrainConfig
+from rlrefit.recipes.config.load import ConfigError, TrainConfig, load_config
+from rlrefit.recipes.configs import bundled_recipes
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
 from tests.ahead import FoundAhead
@@ -122,6 +125,27 @@ def test_a_page_lists_all_keys_of_a_refit_with_their_defaults(
     read = read_settings(dict(listed), section, own={"records_dir": str | None})
     assert (read.refit, read.wrong) == (RefitConfig(), ())
     assert set(listed) == keys
+
+
+def test_every_recipe_takes_the_overrides_that_a_page_shows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {}
+    for page in LINKED:
+        text = page.read_text().replace("\\\n", " ")
+        for name, overrides in re.findall(r"rlrefit train recipe=(\w+)([^`\n#|…]*)", text):
+            if name in bundled_recipes():
+                shown[name, overrides] = page.name
+    (few,) = re.findall(r"Start with a few steps \(`(.*?)`\)", (DOCS / "recipes.md").read_text())
+    shown |= {(name, few): "recipes.md" for name in real_recipes()}
+    for (name, overrides), page in shown.items():
+        refused = []
+        for gpus in (0, 1024):  # some are for one or the other
+            monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            try:
+                load_config(name, shlex.split(overrides))
+            except ConfigError as error:
+                refused.append(error)
+        assert len(refused) < 2, (page, refused)
+    assert len(shown) > 15
 
 
 def anchors(page: Path) -> set[str]:

@@ -56,6 +56,8 @@ def test_a_run_that_is_interrupted_at_once_says_which_checkpoint_there_is(tmp_pa
     (tmp_path / "step_000010").mkdir()
     with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store):
         raise KeyboardInterrupt
+    with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store):
+        raise SystemExit(signal.SIGTERM)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store), _ended_as_interrupted():
         signal.raise_signal(signal.SIGTERM)

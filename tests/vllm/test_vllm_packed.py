@@ -30,6 +30,7 @@ from rlrefit.integration.layout.rearrangement import NotRearranged
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
 from rlrefit.workers.engines.vllm import packed_layers
+from rlrefit.workers.engines.vllm import reload as reloading
 from rlrefit.workers.engines.vllm.completeness import absent_elements, check_complete, unused_parameters
 from rlrefit.workers.engines.vllm.layouts import module_layout
 from rlrefit.workers.engines.vllm.nvfp4 import Nvfp4
@@ -183,6 +184,21 @@ def test_a_refit_that_is_abandoned_leaves_a_layer_whose_weights_are_shuffled_kno
     reload.load(new.items())
     reload.finish()
     assert _equal(live.held(), shuffled)
+
+
+def test_what_fails_as_a_failed_refit_is_put_back_does_not_take_the_place_of_its_cause(monkeypatch):
+    live = _gptq().served(_weights(_gptq(), 0))
+    reload = live.reload(NAMES)
+    reload.load(_weights(_gptq(), 1).items())
+    errors = iter([ValueError("the kernel refuses"), RuntimeError("nothing to put back")])
+
+    def fails(*_: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(reloading, "finalize_layerwise_reload", fails)
+    with pytest.raises(ValueError, match="the kernel refuses") as caught:
+        reload.finish()
+    assert "nothing to put back" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

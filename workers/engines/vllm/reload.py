@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from ....integration.errors import RefitError
+from ....integration.errors import RefitError, end_all
 from ..common.loader_trace.trace import Landing
 from .layouts import has_padding, packing_experts
 
@@ -120,7 +120,7 @@ class ScopedReload:
             with self._context():
                 self._model.load_weights(arriving())
         except Exception as error:
-            self.abandon()
+            end_all([self.abandon], error)
             if isinstance(error, RefitError):
                 raise
             raise RefitError(
@@ -174,8 +174,8 @@ class ScopedReload:
                     finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
                     self._put_back_beside()
                 self._know_as_shuffled()
-            except Exception:
-                self.abandon()
+            except Exception as error:
+                end_all([self.abandon], error)
                 raise
         if self._arrived:
             with self._context():
