@@ -60,15 +60,25 @@ class Launch:
         self._run(*self._tensors, *out, *self._constants)
 
 
-class CopyTable:
-    """Copies between strided memory, prepared once and launched at every refit.
-
-    Addresses must be reachable from ``device``: its own memory, page-locked host memory, or a peer's that is mapped.
-    """
+class Launches:
+    """Kernel launches that write memory that stays in place, prepared once; ``nbytes`` of it."""
 
     def __init__(self, launches: Sequence[Launch], nbytes: int):
         self._launches = launches
         self.nbytes = nbytes
+
+    def launch(self) -> None:
+        """Enqueue them on the current stream."""
+        for launch in self._launches:
+            launch()
+
+
+class CopyTable(Launches):
+    """Copies between strided memory, prepared once and launched at every refit.
+
+    Addresses must be reachable from ``device``: its own memory, page-locked host memory, or a peer's that is mapped. There is one
+    kernel for each unit width that occurs.
+    """
 
     @staticmethod
     def build(pairs: Iterable[tuple[Strided, Strided]], device: torch.device) -> CopyTable:
@@ -92,18 +102,9 @@ class CopyTable:
         ]
         return CopyTable(launches, sum(t.nbytes for t in tables))
 
-    def launch(self) -> None:
-        """Enqueue the copies on the current stream: one kernel for each unit width that occurs."""
-        for launch in self._launches:
-            launch()
 
-
-class CastTable:
+class CastTable(Launches):
     """Casts between strided memory of two floating-point types; as :class:`CopyTable` otherwise."""
-
-    def __init__(self, launches: Sequence[Launch], nbytes: int):
-        self._launches = launches
-        self.nbytes = nbytes
 
     @staticmethod
     def build(
@@ -135,11 +136,6 @@ class CastTable:
             for t in tables
         ]
         return CastTable(launches, sum(t.nbytes for t in tables) * target.itemsize)
-
-    def launch(self) -> None:
-        """Enqueue the casts on the current stream."""
-        for launch in self._launches:
-            launch()
 
 
 class ChecksumTable:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
+from ..packing.rows import Table
 from ..packing.strided import Strided
+from ..packing.tables import Launch, Launches
 from . import blocks
 from .fp8_blockwise import AMAX_FLOOR, BLOCK, ScaleFormat
 from .jobs import QuantizeJob, Target
@@ -29,15 +29,11 @@ def has_kernel(block: tuple[int, int], rounded: torch.dtype | None) -> bool:
     return block == BLOCK and rounded in (None, torch.bfloat16)
 
 
-class Fp8Table:
+class Fp8Table(Launches):
     """Quantizations of memory that stays in place; the same bytes as :func:`.fp8_blockwise.quantize`.
 
     Targets may be a peer's memory that is mapped. No source is kept.
     """
-
-    def __init__(self, launches: list[Any], nbytes: int):
-        self._launches = launches
-        self.nbytes = nbytes
 
     @staticmethod
     def build(
@@ -75,45 +71,14 @@ class Fp8Table:
                 *(COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, round_to_bf16),
                 *(unit, converts, cut, given),
             )
-            launches.append(prepared(quantize_blocks, group, _programs, constants, device, _WARPS))
+            table = make_table(group, unit, _programs)
+            launches.append(Launch(quantize_blocks, _WARPS, table, constants, device, ()))
         return Fp8Table(launches, nbytes)
-
-    def launch(self) -> None:
-        """Enqueue the quantizations on the current stream."""
-        for launch in self._launches:
-            launch()
 
 
 def has_e4m3(device: torch.device) -> bool:
     """Whether a device has instructions for E4M3: GPUs from Ada on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def prepared(
-    kernel: Any,
-    group: Sequence[Checked],
-    programs: Callable[[int, int], int],
-    constants: tuple[Any, ...],
-    device: torch.device,
-    warps: int,
-) -> Callable[[], Any]:
-    """One launch of a kernel for some jobs, compiled, with its table on the device.
-
-    Args:
-        kernel: takes the row of each program, the rows, and ``constants``.
-        group: jobs that share these constants.
-        programs: how many a job of some rows and columns takes.
-        constants: of the kernel.
-        device: that computes.
-        warps: of a program.
-    """
-    tiles, rows = _table(group, programs)
-    arguments = (torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device), *constants)
-    if device.type != "cuda":  # Triton's interpreter, in tests
-        return partial(kernel[(len(tiles),)], *arguments)
-    with torch.cuda.device(device):
-        compiled = kernel.warmup(*arguments, grid=(len(tiles),), num_warps=warps)
-        return partial(compiled[(len(tiles), 1, 1)], *arguments)
 
 
 def unit_of(found: Checked) -> int:
@@ -132,8 +97,14 @@ def _programs(height: int, width: int) -> int:
     return -(-height // BLOCK[0]) * -(-width // BLOCK[1])
 
 
-def _table(group: Sequence[Checked], programs: Callable[[int, int], int]) -> tuple[np.ndarray, np.ndarray]:
-    """The row of each program, and the rows: addresses, sizes, strides in elements, the first program, the codes' part."""
+def make_table(group: Sequence[Checked], unit: int, programs: Callable[[int, int], int]) -> Table:
+    """A row for each job: addresses, sizes, strides in elements, the first program, the codes' part.
+
+    Args:
+        group: jobs of one launch.
+        unit: elements that an access moves.
+        programs: how many a job of some rows and columns takes.
+    """
     rows = np.empty((len(group), COLUMNS), dtype=np.int64)
     counts = np.empty(len(group), dtype=np.int64)
     first = 0
@@ -150,7 +121,8 @@ def _table(group: Sequence[Checked], programs: Callable[[int, int], int]) -> tup
             *(first, top, left, top + codes.shape[0], left + codes.shape[1]),
         )
         first += counts[row]
-    return np.repeat(np.arange(len(group), dtype=np.int32), counts), rows
+    tiles = np.repeat(np.arange(len(group), dtype=np.int32), counts)
+    return Table(unit, False, rows, tiles, sum(job.nbytes for job, *_ in group))
 
 
 def checked(job: QuantizeJob, block: tuple[int, int], scale_dtype: torch.dtype) -> Checked:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from .fp8_table import COLUMNS, Checked, checked, has_e4m3, prepared, unit_of
+from ..packing.tables import Launch, Launches
+from .fp8_table import COLUMNS, Checked, checked, has_e4m3, make_table, unit_of
 from .jobs import QuantizeJob
 from .mxfp8 import BLOCK, Rounding
 
 _BLOCKS, _WARPS = 128, 4
 
 
-class Mxfp8Table:
+class Mxfp8Table(Launches):
     """Quantizations of memory that stays in place; the same bytes as :func:`.mxfp8.quantize`.
 
     Targets may be a peer's memory that is mapped. No source is kept.
     """
-
-    def __init__(self, launches: list[Callable[[], Any]], nbytes: int):
-        self._launches = launches
-        self.nbytes = nbytes
 
     @staticmethod
     def build(
@@ -56,13 +52,9 @@ class Mxfp8Table:
         launches = []
         for (dtype, unit), group in groups.items():
             constants = (COLUMNS, WORDS[dtype], _BLOCKS, saturates, round_to_bf16, unit, converts)
-            launches.append(prepared(quantize_mxfp8, group, _programs, constants, device, _WARPS))
+            table = make_table(group, unit, _programs)
+            launches.append(Launch(quantize_mxfp8, _WARPS, table, constants, device, ()))
         return Mxfp8Table(launches, nbytes)
-
-    def launch(self) -> None:
-        """Enqueue the quantizations on the current stream."""
-        for launch in self._launches:
-            launch()
 
 
 def _programs(height: int, width: int) -> int:

@@ -62,7 +62,7 @@ def in_common_axes(
         if axes is not None:
             found.append(axes)
         chosen[positions[pattern_of.reshape(-1) == number]] = _APART if axes is None else len(found) - 1
-    refusing = _first_that_sees(everyone, chosen, kinds)
+    refusing = _first_that_sees(everyone, chosen)
     converted = tuple(
         replace(
             holdings,
@@ -91,9 +91,7 @@ def _converted(group: HoldingGroup, chosen: np.ndarray, found: Sequence[Axes]) -
     return parts
 
 
-def _first_that_sees(
-    everyone: Sequence[Holdings], chosen: np.ndarray, kinds: dict[Axes, int]
-) -> dict[int, dict[str, np.ndarray]]:
+def _first_that_sees(everyone: Sequence[Holdings], chosen: np.ndarray) -> dict[int, dict[str, np.ndarray]]:
     """By rank, the reason to refuse weights whose axes don't nest, with their positions."""
     left = chosen == _APART
     if not left.any():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -23,6 +22,7 @@ from tests.gpu.test_refit_over_nccl import refit_three_times
 from tests.refit.test_killed_peer import kill_a_rank
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs()
 
@@ -88,22 +88,9 @@ def on_two_ranks(kind: type[SharedGroup], body: Body, tmp_path: Path, timeout_s:
     Each is a process with a stream of its own: streams of one process may share a hardware queue, where a wait for the
     other rank would stand before what it waits for. No refit puts such ranks on this wire.
     """
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    ranks = [
-        spawn.Process(
-            target=rank_main, args=(kind, body, timeout_s, str(tmp_path / "meeting"), rank, results)
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
+    ranks = [(kind, body, timeout_s, str(tmp_path / "meeting"), rank) for rank in range(2)]
+    with spawned(rank_main, ranks) as results:
         found = dict(results.get(timeout=90) for _ in ranks)
-    finally:
-        for rank in ranks:
-            rank.join(10)
-            rank.kill()
     return [found[0], found[1]]
 
 

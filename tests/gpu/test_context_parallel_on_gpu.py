@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.policy_scenes import digest_of
 from tests.spawn import free_port
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs("megatron", "transformer_engine", "transformers", gpus=2)
 
@@ -129,25 +129,14 @@ def run_kind(kind: str, path: str, rank: int, ranks: int, port: int, root: str) 
 
 def on(ranks: int, paths: dict[str, str], root: Path) -> list[dict[str, Any]]:
     """What each of so many ranks found, in their order."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     port = free_port()
-    processes = [
-        context.Process(target=train, args=(rank, ranks, port, paths, str(root), results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    arguments = [(rank, ranks, port, paths, str(root)) for rank in range(ranks)]
     found: dict[int, Any] = {}
-    try:
-        for _ in processes:
+    with spawned(train, arguments, ends_within_s=30) as results:
+        for _ in arguments:
             rank, told = results.get(timeout=240)
             assert not isinstance(told, str), told
             found[rank] = told
-    finally:
-        for process in processes:
-            process.join(30 if len(found) == ranks else 0)
-            process.kill()
     return [found[rank] for rank in range(ranks)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = [*needs(gpus=2), pytest.mark.timeout(150)]
 
@@ -104,19 +105,10 @@ def _sleep(endpoint: Any, memory: Any, keep: bool) -> None:
 
 def refits_of(case: str) -> list[list[Any]]:
     """Of the trainer and of the engine, what :func:`rank_main` reports of six refits."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
     server = open_rendezvous("127.0.0.1", 1, 1)
-    ranks = [spawn.Process(target=rank_main, args=(r, server.rendezvous, case, results)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
+    ranks = [(r, server.rendezvous, case) for r in range(2)]
+    with closing(server), spawned(rank_main, ranks) as results:
         told = dict(results.get(timeout=120) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
-        server.close()
     for rank, found in told.items():
         assert not isinstance(found, str), f"rank {rank}: {found}"
         assert [wrong for wrong, *_ in found] == [[]] * 6

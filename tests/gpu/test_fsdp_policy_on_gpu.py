@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from tests.fsdp_policy.ranks import Case, resume_all, train_all
 from tests.spawn import free_port
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs("transformers")
 
@@ -67,23 +67,15 @@ def on_rank(rank: int, size: int, port: int, checkpoint: str, root: str, results
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("fsdp_policy")
     checkpoint = write_checkpoint("qwen3", root / "qwen3")
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     size, port = 2 if PAIRED else 1, free_port()
-    ranks = [
-        context.Process(target=on_rank, args=(rank, size, port, checkpoint, str(root), results))
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    oracle = Oracle(checkpoint)
+    ranks = [(rank, size, port, checkpoint, str(root)) for rank in range(size)]
     found = {}
-    for _ in ranks:
-        rank, report = results.get(timeout=240)
-        assert not isinstance(report, str), report
-        found[rank] = report
-    for process in ranks:
-        process.join(60)
+    with spawned(on_rank, ranks, ends_within_s=60) as results:
+        oracle = Oracle(checkpoint)
+        for _ in ranks:
+            rank, report = results.get(timeout=240)
+            assert not isinstance(report, str), report
+            found[rank] = report
     return World(oracle, [found[rank] for rank in range(size)])
 
 

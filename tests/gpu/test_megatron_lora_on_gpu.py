@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from tests.spawn import free_port
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs("megatron", "transformer_engine", "transformers", gpus=2)
 
@@ -113,15 +113,10 @@ def train_and_send(kind: str, root: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    root = str(tmp_path_factory.mktemp("lora"))
-    ranks = [context.Process(target=rank_main, args=(r, root, port, results)) for r in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    told = [results.get(timeout=540) for _ in ranks]
-    for rank in ranks:
-        rank.join(60)
+    root, port = str(tmp_path_factory.mktemp("lora")), free_port()
+    ranks = [(r, root, port) for r in range(RANKS)]
+    with spawned(rank_main, ranks, ends_within_s=60) as results:
+        told = [results.get(timeout=540) for _ in ranks]
     failed = [text for text in told if isinstance(text, str)]
     assert not failed, failed[0]
     return told

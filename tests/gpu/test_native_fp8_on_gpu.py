@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections import Counter
@@ -16,6 +15,7 @@ import torch
 from tests.spawn import free_port
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs("megatron", "transformer_engine", "transformers", capability=(9, 0))
 
@@ -186,12 +186,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def found_by(scene: Callable[[str], Any], folder: str) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=run, args=(scene, folder, free_port(), results))
-    process.start()
-    found = results.get(timeout=240)
-    process.join(60)
+    with spawned(run, [(scene, folder, free_port())], ends_within_s=60) as results:
+        found: dict[str, Any] | str = results.get(timeout=240)
     assert not isinstance(found, str), found
     return found
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import traceback
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs(gpus=2)
 
@@ -144,19 +145,10 @@ def refits(rank: int, meeting: Rendezvous, case: Case) -> list[dict[str, Any]]:
 
 def run(case: Case) -> list[Any]:
     """What the trainer and the engine report: a row a refit, or the error."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
     server = open_rendezvous("127.0.0.1", 1, 1)
-    ranks = [spawn.Process(target=rank_main, args=(r, server.rendezvous, case, results)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
+    ranks = [(r, server.rendezvous, case) for r in range(2)]
+    with closing(server), spawned(rank_main, ranks) as results:
         found = dict(results.get(timeout=150) for _ in ranks)
-    finally:
-        for rank in ranks:
-            rank.join(20)
-            rank.kill()
-        server.close()
     return [found[0], found[1]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from rlrefit.integration.control import Rendezvous, open_rendezvous
 from tests.refit.test_killed_peer import kill_a_rank
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs(gpus=2)
 
@@ -82,22 +83,10 @@ def test_a_loader_may_keep_all_that_the_packed_broadcast_brings() -> None:
 
 def refit_three_times(size: int, engine: str, transport: str, *, keeps: bool = False) -> list[Any]:
     """Three changed refits of ``size`` processes, checked; what each rank tells of each."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
     server = open_rendezvous("127.0.0.1", size // 2, size // 2)
-    ranks = [
-        spawn.Process(target=rank_main, args=(r, server.rendezvous, engine, transport, keeps, results))
-        for r in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
+    ranks = [(r, server.rendezvous, engine, transport, keeps) for r in range(size)]
+    with closing(server), spawned(rank_main, ranks) as results:
         rows = [results.get(timeout=200) for _ in range(3 * size)]
-    finally:
-        for rank in ranks:
-            rank.join(20)
-            rank.kill()
-        server.close()
     engines = [row for row in rows if row[0] >= size // 2]
     assert [(rank, wrong) for rank, _, wrong, _, _ in engines if wrong] == []
     assert all(version == committed for _, version, _, committed, _ in engines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from tests.spawn import free_port
 
 from .needs import needs
+from .spawned import spawned
 
 pytestmark = needs("megatron", "transformer_engine", "transformers")
 
@@ -112,13 +112,9 @@ def masters_on_host(policy: Any) -> float:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    arguments = (str(tmp_path_factory.mktemp("memory")), free_port(), results)
-    process = context.Process(target=train_and_restart, args=arguments)
-    process.start()
-    found = results.get(timeout=240)
-    process.join(60)
+    arguments = str(tmp_path_factory.mktemp("memory")), free_port()
+    with spawned(train_and_restart, [arguments], ends_within_s=60) as results:
+        found: dict[str, Any] | str = results.get(timeout=240)
     assert not isinstance(found, str), found
     return found
 

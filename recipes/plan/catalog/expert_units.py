@@ -11,18 +11,16 @@ from .units import Division, Mesh, Place, Shard, cut_box, everything, stack
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Experts with matrices of their own in the checkpoint: a gate, an up and a down matrix, or the last two alone.
+class _Routed:
+    """Of either form.
 
     Attributes:
-        prefix: of the Hugging Face names ``{prefix}{expert}.{wide or narrow}.weight``.
-        megatron: prefix of the names ``{megatron}linear_fc1.weight{expert}``, with global expert numbers.
-        vllm: prefix of ``w13_weight`` and ``w2_weight``.
+        prefix: of the Hugging Face names.
+        megatron: prefix of the names of Megatron's parameters, which end in global expert numbers.
+        vllm: prefix of the names of vLLM's parameters.
         count: experts.
-        inner: rows of gate and up.
-        outer: columns of gate and up.
-        wide: names of gate and up, or of up alone.
-        narrow: name of down.
+        inner: width between the matrices.
+        outer: width of the model.
     """
 
     prefix: str
@@ -31,6 +29,20 @@ class Experts:
     count: int
     inner: int
     outer: int
+
+
+@dataclass(frozen=True)
+class Experts(_Routed):
+    """Experts with matrices of their own in the checkpoint: a gate, an up and a down matrix, or the last two alone.
+
+    Their names are ``{prefix}{expert}.{wide or narrow}.weight``, ``{megatron}linear_fc{1,2}.weight{expert}``, and ``w13_weight`` and
+    ``w2_weight`` behind vLLM's prefix.
+
+    Attributes:
+        wide: names of gate and up, or of up alone.
+        narrow: name of down.
+    """
+
     wide: tuple[str, ...] = ("gate_proj", "up_proj")
     narrow: str = "down_proj"
 
@@ -81,27 +93,13 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class StackedExperts:
+class StackedExperts(_Routed):
     """GPT-OSS: all experts in one checkpoint tensor, gate and up columns alternating, matrices transposed, biases.
 
     Megatron has gate before up, in matrices that lie the other way round; vLLM turns the matrices round and leaves the columns
-    alternating.
-
-    Attributes:
-        prefix: of the Hugging Face names ``{prefix}{gate_up,down}_proj{,_bias}``.
-        megatron: prefix of ``linear_fc{1,2}.{weight,bias}{expert}``, with global expert numbers.
-        vllm: prefix of ``w13_weight``, ``w13_bias``, ``w2_weight`` and ``w2_bias``.
-        count: experts.
-        inner: width between the matrices.
-        outer: width of the model.
+    alternating. Names are ``{prefix}{gate_up,down}_proj{,_bias}``, ``{megatron}linear_fc{1,2}.{weight,bias}{expert}``, and
+    ``w13_weight``, ``w13_bias``, ``w2_weight`` and ``w2_bias`` behind vLLM's prefix.
     """
-
-    prefix: str
-    megatron: str
-    vllm: str
-    count: int
-    inner: int
-    outer: int
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(f"{self.prefix}gate_up_proj", (self.count, self.outer, 2 * self.inner))
