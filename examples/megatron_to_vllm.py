@@ -200,6 +200,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-2, help="1e-6 suits real models")
     arguments = parser.parse_args(given)
+    if "RANK" not in os.environ:
+        parser.error(
+            "it is not started by torchrun: torchrun --nproc-per-node 2 examples/megatron_to_vllm.py …"
+        )
     rank, trainers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus, wanted = torch.cuda.device_count(), trainers + arguments.engine_tp
     if 0 < gpus < wanted:

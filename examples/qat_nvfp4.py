@@ -10,7 +10,7 @@ is in it must give the trained model's logits, bit for bit.
 docs/nvfp4.md tells the calls under FSDP2 and Megatron, and how an engine is refitted.
 
 On a GPU without FP4 units vLLM serves it with weights alone in four bits; on a CPU, slowly, with all of it:
-``VLLM_NVFP4_GEMM_BACKEND=emulation vllm serve FOLDER --enforce-eager``.
+``VLLM_NVFP4_GEMM_BACKEND=emulation python -m vllm.entrypoints.openai.api_server --model FOLDER --enforce-eager``.
 """
 
 from __future__ import annotations

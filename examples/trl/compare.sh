@@ -26,7 +26,7 @@ for way in ${WAYS:-rlrefit own}; do
     --gpu-memory-utilization "${MEMORY:-0.8}" --weight-transfer-config "{\"backend\": \"$backend\"}" >"runs/trl/$way.server.log" 2>&1 &
   server=$!
   trap 'kill $server 2>/dev/null || true' EXIT
-  echo "$way: the server writes to runs/trl/$way.server.log"
+  echo "$way: the server writes to runs/trl/$way.server.log, the trainer's errors are in runs/trl/$way.trainer.log"
   CUDA_VISIBLE_DEVICES=$train "${launch[@]}" "$here/grpo.py" --model "$model" --server "http://127.0.0.1:$port" \
     --out "runs/trl/$way" "${own[@]}" "$@" 2>"runs/trl/$way.trainer.log" | sed "s/^/$way: /"
   kill $server

@@ -89,6 +89,18 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
             value = getattr(value, part)
 
 
+def test_every_block_of_a_recipes_keys_fits_the_schema() -> None:
+    schema, fitted = OmegaConf.structured(TrainConfig), 0
+    for page in PAGES:
+        for block in re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+            keys = OmegaConf.create(block)
+            # NeMo-RL's policy has a part that ours has not; others are of other programs.
+            if set(keys) <= set(schema) and OmegaConf.select(keys, "policy.generation") is None:
+                OmegaConf.merge(schema, keys)
+                fitted += 1
+    assert fitted > 5
+
+
 @pytest.mark.parametrize("command", ["train", "plan", "bench"])
 def test_every_option_of_a_command_that_a_page_shows_is_one(
     command: str, capsys: pytest.CaptureFixture[str]
