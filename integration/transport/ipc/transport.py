@@ -4,6 +4,9 @@ Once per epoch each receiver describes the memory that its senders write to (:me
 maps it and makes one table of copies (:meth:`IpcTransport.connect`). A refit launches that table, signals the receivers, and
 lets both sides compare checksums (:meth:`IpcTransport.run`).
 
+What each direction moves, as addresses, is told in :mod:`.moves`, what peers are told of this rank's memory in :mod:`.views`,
+and how they tell each other that bytes are there in :mod:`.signals`.
+
 A receiver whose memory no other process can map pulls: its senders describe theirs, it maps that, and its own table copies
 from there. Which receivers do so is known once they have described their memory for the first time
 (:meth:`IpcTransport.asks_again`).
@@ -12,7 +15,6 @@ from there. Which receivers do so is known once they have described their memory
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +29,7 @@ from ...gpu_memory.driver import DriverError, missing, on_device
 from ...gpu_memory.mapping import ImportedMemory
 from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
 from ...layout import Fragment
-from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
+from ...packing import CopyTable, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
 from ...plan import Message, Plan
 from ...records.clock import StageClock
@@ -35,9 +37,9 @@ from ..base import TransferResult, Transport, damaged
 from ..storage import DeviceMemory, HostMemory, LiveViews, Place
 from .checksums import BoundMessage, MessageChecksums
 from .copy_order import EncodedWrite, encoded_in_turns, rows_in_turns
+from .lease import Lease
+from .moves import Incoming, Move, Outgoing, PeerPlaces, by_kind
 from .signals import (
-    CHECKSUM_BYTES,
-    SIGNAL_BYTES,
     SignalBuffer,
     checksums_landed,
     data_landed,
@@ -45,7 +47,7 @@ from .signals import (
     signal,
     void,
 )
-from .views import OpenViews, bind_messages, by_peer, mapped_views
+from .views import OpenViews, bind_messages, by_peer
 
 logger = logging.getLogger(__name__)
 
@@ -406,54 +408,32 @@ class IpcTransport(Transport):
         bound = bind_messages(self._sends, self._views)
         with self._unavailable_if_not_computable():
             self._sent_checksums = self._make_checksums(bound)
-        moves: dict[int, list[Move]] = {}
-        checksum_places: list[tuple[Sequence[BoundMessage], int]] = []
-        self._signal_addresses, self._lent_addresses = [], []
-        for receiver, messages in bound.items():
-            if receiver not in peers:
-                assert self._signals is not None, "a sender that lends has signals of its own"
-                checksum_places.append((messages, self._signals.checksum_address(receiver)))
-                self._lent_addresses.append(self._signals.signal_address(receiver))
-                continue
-            views, checksums, at = self._map_peer(receiver, peers[receiver], messages)
-            checksum_places.append((messages, checksums))
-            self._signal_addresses.append(at)
-            moves[receiver] = list(zip(_held(messages), views, strict=True))
-        self._make_tables(moves)
-        self._checksum_copies = self._copy_checksums(checksum_places)
+        mapped = {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound if rank in peers}
+        outgoing = Outgoing.of(bound, mapped, self._signals)
+        self._signal_addresses, self._lent_addresses = outgoing.signals, outgoing.lent
+        self._make_tables(outgoing.moves)
+        sums = outgoing.checksum_copies(self._sent_checksums.sums) if self.verify != "off" else ()
+        self._checksum_copies = CopyTable.build(sums, self._device)
         self._tables = (self._copies, self._encoders, self._checksum_copies)
 
     def _map_senders(self, peers: Mapping[int, Description]) -> None:
         assert self._signals is not None, "a receiver has signals"
-        moves: dict[int, list[Move]] = {}
-        fetched: list[tuple[Strided, Strided]] = []
-        for sender, messages in self._bound_receives.items():
-            views, checksums, at = self._map_peer(sender, peers[sender], messages)
-            moves[sender] = list(zip(views, _held(messages), strict=True))
-            for there, here, nbytes in (
-                (checksums, self._signals.checksum_address(sender), CHECKSUM_BYTES * len(messages)),
-                (at, self._signals.signal_address(sender), SIGNAL_BYTES),
-            ):
-                fetched.append((Strided.flat(there, nbytes), Strided.flat(here, nbytes)))
-        self._make_tables(moves)
-        fetch = CopyTable.build(fetched, self._device)
+        bound = self._bound_receives
+        incoming = Incoming.of(
+            bound, {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound}, self._signals
+        )
+        self._make_tables(incoming.moves)
+        fetch = CopyTable.build(incoming.fetched, self._device)
         self._signals.fetched_by(fetch)
         self._tables = (self._copies, self._encoders, fetch)
 
-    def _map_peer(
-        self, rank: int, peer: Description, messages: Sequence[BoundMessage]
-    ) -> tuple[list[Strided | EncodedView], int, int]:
-        """Map a peer's memory: that of each segment, and where its checksums and its signal lie."""
+    def _map_peer(self, rank: int, peer: Description, messages: Sequence[BoundMessage]) -> PeerPlaces:
+        """Map a peer's memory."""
         mapped = self._imported[rank] = ImportedMemory(peer, self._device, self._timeout)
         self._handles_opened += mapped.opened
         self._some_sleep |= peer.sleeps
         with self._checking(rank):
-            shared = peer.shared[self.rank]
-            return (
-                mapped_views(messages, peer, shared, mapped.bases, self._device),
-                peer.region(shared.checksums, CHECKSUM_BYTES * len(messages), mapped.bases),
-                peer.region(shared.signal, SIGNAL_BYTES, mapped.bases),
-            )
+            return PeerPlaces.of(messages, peer, self.rank, mapped.bases, self._device)
 
     def _make_tables(self, moves: Mapping[int, Sequence[Move]]) -> None:
         """The copies and encodings of what is exchanged with each peer."""
@@ -461,9 +441,7 @@ class IpcTransport(Transport):
         encoded: dict[int, list[EncodedWrite]] = {}
         for peer, pairs in moves.items():
             with self._checking(peer):
-                plain = [(a, _plain(b)) for a, b in pairs]
-            copied[peer] = [(a, b) for a, b in plain if isinstance(a, Strided)]
-            encoded[peer] = [(a, b) for a, b in plain if isinstance(a, EncodedView)]
+                copied[peer], encoded[peer] = by_kind(pairs)
         self._copies = CopyTable.of(rows_in_turns(copied, self.rank), self._device)
         with self._unavailable_if_not_computable():
             self._encoders = make_encoders(encoded_in_turns(encoded, self.rank), self._device)
@@ -496,16 +474,6 @@ class IpcTransport(Transport):
     def _make_checksums(self, messages: Mapping[int, Sequence[BoundMessage]]) -> MessageChecksums:
         # The first binding compiles; the next ones come right before a refit.
         return MessageChecksums(messages, self.verify, self._device, ahead=self._refits == 0)
-
-    def _copy_checksums(self, places: Sequence[tuple[Sequence[BoundMessage], int]]) -> CopyTable:
-        """Copies of this sender's checksums to where each receiver, in ascending order, has them."""
-        copies: list[tuple[Strided, Strided]] = []
-        row = 0
-        for messages, address in places:
-            sums = self._sent_checksums.sums[row : row + len(messages)]
-            row += len(messages)
-            copies.append((Strided.flat(sums.data_ptr(), sums.nbytes), Strided.flat(address, sums.nbytes)))
-        return CopyTable.build(copies if self.verify != "off" else (), self._device)
 
     def _require_readable(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
@@ -729,62 +697,6 @@ class IpcTransport(Transport):
         except torch.AcceleratorError as error:
             logger.warning("the GPU is lost: %s", error)
             return False
-
-
-class Lease:
-    """For how long a sender may begin to write: from the moment at which it says that it is ready for a refit.
-
-    A sender that is held up afterwards (stopped, swapped out) would wake into a world whose receivers have timed
-    out, and may have been refitted by others meanwhile: its late writes would put old weights into an engine that
-    serves. Receivers wait at least as long as a lease runs, since they begin to wait later, and it runs for the
-    shortest time that any of them waits.
-    """
-
-    def __init__(self, limit_s: float):
-        """Make one that has yet to be renewed.
-
-        Args:
-            limit_s: for how long it runs, in seconds: no longer than any receiver waits.
-        """
-        self._limit = limit_s
-        self._since: float | None = None
-
-    def renew(self) -> None:
-        """This rank is ready, and no refit has begun."""
-        self._since = time.monotonic()
-
-    def use(self, rank: int) -> None:
-        """Begin to write; a lease serves one refit.
-
-        Raises:
-            RefitTimeout: it ran out, or there is none. Nothing was written.
-        """
-        since, self._since = self._since, None
-        held = float("inf") if since is None else time.monotonic() - since
-        if held > self._limit:
-            raise RefitTimeout(
-                f"this rank began to write {held:.0f} s after it was ready for the refit, and within {self._limit:.0f} s its "
-                "peers give up: late writes would damage engines that serve again. Nothing was written. Was the process "
-                "stopped, or starved of CPU time?",
-                stage="transfer",
-                rank=rank,
-            )
-
-
-# From where a segment is moved, and to where.
-Move = tuple[Strided | EncodedView, Strided | EncodedView]
-
-
-def _held(messages: Sequence[BoundMessage]) -> list[Strided | EncodedView]:
-    """What this rank holds of all segments of some messages."""
-    return [view for _, views in messages for view in views]
-
-
-def _plain(target: Strided | EncodedView) -> Strided:
-    """Memory that is written, which nothing encodes."""
-    if not isinstance(target, Strided):
-        raise ValueError("a receiver's memory that is encoded")
-    return target
 
 
 def _no_checksums() -> MessageChecksums:

@@ -52,7 +52,7 @@ def write_checkpoint(
     Raises:
         RefitError: on all ranks; nothing is left behind.
     """
-    qat.prepare_export(source.prepare)
+    qat.prepare_export(source)
     specs = source.specs()
     writes = not dist.is_initialized() or dist.get_rank(group) == 0
     writer = _Writer(Path(folder), shard_bytes)

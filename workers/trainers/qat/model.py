@@ -145,17 +145,18 @@ class QAT:
             )
         return self._inputs.calibration()
 
-    def prepare_export(self, prepare: Callable[[], None] | None = None) -> None:
+    def prepare_export(self, source: WeightSource | None = None) -> None:
         """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
         Args:
-            prepare: of the source that is exported from; if it raises on one rank, all raise.
+            source: that is exported from, which is prepared, too; if that fails on one rank, all raise. It tells the weights, so
+                that each is looked at once.
 
         Raises:
             RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed. Training goes on
                 with the scales of before, unless it is the weights that are at fault.
         """
-        self._scales.refresh_for_export(self._inputs, prepare)
+        self._scales.refresh_for_export(self._inputs, source)
 
     def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
         """``weight_scale_2`` of a weight that is exported in ``dtype``."""

@@ -114,16 +114,15 @@ class WeightScales:
         self.now_stale("the last refresh() failed")
         self._take(_maximum_over(self._group, len(self.names), self._local, _COMPUTING))
 
-    def refresh_for_export(
-        self, inputs: InputScales | None, prepare: Callable[[], None] | None = None
-    ) -> None:
+    def refresh_for_export(self, inputs: InputScales | None, source: WeightSource | None = None) -> None:
         """As :meth:`refresh`, in one collective with more that an export needs.
 
         What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
 
         Args:
             inputs: scales to make those of all ranks.
-            prepare: of the source that is exported from, which may raise on one rank alone.
+            source: that is exported from, whose preparation may fail on one rank alone; the same parameters are looked at through it,
+                and not once more through the own one.
 
         Raises:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
@@ -131,9 +130,7 @@ class WeightScales:
         count = len(self.names)
 
         def work() -> torch.Tensor:
-            found = self._local()  # first, as making the source may be a collective
-            if prepare is not None:
-                prepare()
+            found = self._local(source)
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
@@ -202,9 +199,10 @@ class WeightScales:
             )
         return nvfp4.global_scale(self._amax[positions].to(dtype))
 
-    def _local(self) -> torch.Tensor:
-        """The largest magnitudes of what this rank holds."""
-        source = self._source = self._source or self._make_source()
+    def _local(self, source: WeightSource | None = None) -> torch.Tensor:
+        """The largest magnitudes of what this rank holds, through another source of the same parameters or the own one."""
+        if source is None:
+            source = self._source = self._source or self._make_source()
         source.prepare()
         if (storage := source.storage_key()) != self._storage:
             self._held, self._storage = self._views(source), storage

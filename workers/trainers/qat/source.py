@@ -93,7 +93,7 @@ class PackedSource:
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
     def prepare(self) -> None:
-        self._qat.prepare_export(self._source.prepare)
+        self._qat.prepare_export(self._source)
         places = self._places()
         if self._packings is None or self._packed_from != places:
             # An offloaded trainer's weights may have come back elsewhere since fragments were asked for.
