@@ -261,9 +261,8 @@ class ScopedReload:
         others: list[str] = []
         for module, kernel, config in kernels:
             method: Any = module.quant_method
-            if (
-                method.moe_kernel is not None or kernel is None
-            ):  # else a reload was given up before it made one
+            # Else a reload was given up before it made one.
+            if method.moe_kernel is not None or kernel is None:
                 made = _tensors_of(method.moe_kernel, method.moe_quant_config)
                 others += _follow_kernel(module, _tensors_of(kernel, config), made)
             # Those of the reload compute with its tensors.
