@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
+from ....integration.layout.rearrangement import NotRearranged
 from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .compat import kind_of
 from .fp8 import block_fp8
@@ -87,6 +88,28 @@ def has_padding(live: nn.Module) -> bool:
         config.hidden_dim != config.hidden_dim_unpadded
         or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
     )
+
+
+def known_kernel(known: str | None, name: str, made_of: str, live: nn.Module, experts: Any = None) -> str:
+    """The kernel of a packed layer, if it is known what it makes of the layer.
+
+    Args:
+        known: its name here, None if there is none.
+        name: vLLM's.
+        made_of: what it takes.
+        live: the layer.
+        experts: vLLM's configuration of experts, if it computes some.
+
+    Raises:
+        NotRearranged: it can't be told; says why.
+    """
+    if known is None:
+        raise NotRearranged(f"what {name} makes of {made_of} is not known")
+    if experts is not None and experts.moe_parallel_config.use_all2all_kernels:
+        raise NotRearranged("its experts are made with communicators of their own")
+    if has_padding(live):
+        raise NotRearranged("its experts are padded with elements that no refit brings")
+    return known
 
 
 def _post_load_effect(live: nn.Module, method: Any) -> str:

@@ -13,7 +13,7 @@ swizzle them: what they make takes vLLM's reload, if it is held in parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ....integration.errors import RefitError
 from ....integration.layout.codes import Bytes, Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from .compat import kind_of
-from .packed_making import Order, PackedForm, Shapes, any_bytes
+from .packed_making import PutInOrder, Shapes
 
 # By name: an engine without such layers imports none of these.
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4.GptOssMxfp4MoEMethod"
@@ -33,7 +33,7 @@ _BACKENDS = {"NONE": _AS_LOADED, "EMULATION": _AS_LOADED, "MARLIN": _MARLIN}
 _LETTERS = tuple(range(1, 255))
 
 
-class Mxfp4:
+class Mxfp4(PutInOrder):
     """A :class:`.packed_layers.PackedFormat`."""
 
     def kind(self, live: nn.Module) -> str:
@@ -64,12 +64,6 @@ class Mxfp4:
             else:
                 asked[name] = Bytes((*shape[:-1], shape[-1] * kind.itemsize), kind)
         return asked, frozenset()
-
-    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
-        return PackedForm(loaded, (), orders, (), live.params_dtype)
-
-    def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-        yield any_bytes(loaded, device)
 
     def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
         config = live.quant_method.moe_quant_config

@@ -18,7 +18,7 @@ holds for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ from ....integration.layout.codes import Codes, Letters
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Mxfp8
 from .compat import kind_of
-from .layouts import has_padding
-from .packed_making import Order, PackedForm, Shapes, any_bytes
+from .layouts import known_kernel
+from .packed_making import PutInOrder, Shapes
 
 # By name: an engine without such layers imports none of these.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -44,6 +44,7 @@ _EXPERTS = (
 _MODELOPT_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.mxfp8"
 _MARLIN = "marlin"
+_MADE_OF = "codes and scales"
 _LINEAR_KERNELS = {
     f"{_KERNELS}.emulation.EmulationMxfp8LinearKernel": "emulation",
     f"{_KERNELS}.flashinfer.FlashInferCutlassMxfp8LinearKernel": "flashinfer",
@@ -80,7 +81,7 @@ def mxfp8_modules(model: nn.Module) -> dict[str, Mxfp8Weights]:
     return found
 
 
-class Mxfp8Layers:
+class Mxfp8Layers(PutInOrder):
     """A :class:`.packed_layers.PackedFormat`, of the layers of :func:`mxfp8_modules`."""
 
     def kind(self, live: nn.Module) -> str:
@@ -92,18 +93,11 @@ class Mxfp8Layers:
             raise NotRearranged("what FlashInfer's TRT-LLM kernels make of experts is not known")
         if kind == _EXPERTS:
             name = live.quant_method.fp8_backend.name
-            known = _EXPERT_BACKENDS.get(name)
-            if known is not None and live.quant_method.moe.moe_parallel_config.use_all2all_kernels:
-                raise NotRearranged("its experts are made with communicators of their own")
-        else:
-            kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
-            name = type(kernel).__name__
-            known = _LINEAR_KERNELS.get(kind_of(kernel))
-        if known is None:
-            raise NotRearranged(f"what {name} makes of codes and scales is not known")
-        if has_padding(live):
-            raise NotRearranged("its experts are padded with elements that no refit brings")
-        return known
+            return known_kernel(
+                _EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=live.quant_method.moe
+            )
+        kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
+        return known_kernel(_LINEAR_KERNELS.get(kind_of(kernel)), type(kernel).__name__, _MADE_OF, live)
 
     def asked(
         self, live: Any, loaded: Shapes, kernel: str, device: torch.device
@@ -116,12 +110,6 @@ class Mxfp8Layers:
             if kind.itemsize == 1
         }
         return asked, frozenset()
-
-    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
-        return PackedForm(loaded, (), orders, (), live.params_dtype)
-
-    def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-        yield any_bytes(loaded, device)
 
     def computed_with(self, live: Any) -> Mapping[str, torch.Tensor | None]:
         if _kind_of(live) != _EXPERTS:

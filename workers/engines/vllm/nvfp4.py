@@ -23,7 +23,7 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from .compat import kind_of
-from .layouts import has_padding
+from .layouts import known_kernel
 from .packed_making import Derived, Formula, Order, PackedForm, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
@@ -33,6 +33,7 @@ _W4A16_LINEAR = f"{_MODELOPT}.ModelOptNvFp4W4A16LinearMethod"
 _EXPERTS = f"{_MODELOPT}.ModelOptNvFp4FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.nvfp4"
 _EMULATION, _MARLIN = "emulation", "marlin"
+_MADE_OF = "packed tensors"
 _LINEAR_KERNELS = {
     f"{_KERNELS}.emulation.EmulationNvFp4LinearKernel": _EMULATION,
     f"{_KERNELS}.marlin.MarlinNvFp4LinearKernel": _MARLIN,
@@ -54,17 +55,9 @@ class Nvfp4:
         method = live.quant_method
         if kind_of(method) == _EXPERTS:
             name = method.nvfp4_backend.name
-            known = _EXPERT_BACKENDS.get(name)
-            if known is not None and method.moe.moe_parallel_config.use_all2all_kernels:
-                raise NotRearranged("its experts are made with communicators of their own")
-        else:
-            name = type(method.kernel).__name__
-            known = _LINEAR_KERNELS.get(kind_of(method.kernel))
-        if known is None:
-            raise NotRearranged(f"what {name} makes of packed tensors is not known")
-        if has_padding(live):
-            raise NotRearranged("its experts are padded with elements that no refit brings")
-        return known
+            return known_kernel(_EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=method.moe)
+        kernel = method.kernel
+        return known_kernel(_LINEAR_KERNELS.get(kind_of(kernel)), type(kernel).__name__, _MADE_OF, live)
 
     def asked(
         self, live: Any, loaded: Shapes, kernel: str, device: torch.device

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache, partial
 from math import log2, prod
+from typing import Any
 
 import torch
 
@@ -99,6 +100,16 @@ class PackedForm:
     def holding(self, held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> PackedForm:
         """The same, of layers that hold such parameters."""
         return replace(self, held=held)
+
+
+class PutInOrder:
+    """The part of a :class:`.packed_layers.PackedFormat` whose parameters are all loaded in place, and then at most put in order."""
+
+    def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
+        return PackedForm(loaded, (), orders, (), live.params_dtype)
+
+    def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        yield any_bytes(loaded, device)
 
 
 class Making:
