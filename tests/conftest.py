@@ -26,9 +26,9 @@ os.environ.update(
         "RAY_AUTH_MODE": "token",
         # Not behind all others on the machine, where Ray puts its workers: runs would starve on a busy one.
         "RAY_worker_niceness": "0",
-        # ray.init waits for the processes that Ray starts ahead, and for ever if one of them was too slow to register.
+        # ray.init waits for the processes that Ray starts ahead, and for ever if one of them ends before it has registered, as
+        # where it can't connect to Ray's store on a busy machine.
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_worker_register_timeout_seconds": "300",
     }
 )
 
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_is_done_ahead)
     for item in filter(_is_done_ahead, items):
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))  # whatever is done before it
+            item.add_marker(pytest.mark.timeout(900))  # whatever is done before it
 
 
 def pytest_collection_finish() -> None:
