@@ -156,9 +156,22 @@ def _run_for_real(program: str, arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
+def _draw_own_numbers() -> None:
+    """Ray's generator of identifiers is forked with all else.
+
+    Two workers that begin at once would make an object of one name in the store to try it, and one of them would abort.
+    """
+    from ray._raylet import ObjectID
+
+    for _ in range(int.from_bytes(os.urandom(2))):
+        ObjectID.from_random()
+
+
 def _run(program: str, arguments: list[str]) -> None:
     """Run the command line as an interpreter does."""
     sys.executable = program
+    if "ray" in sys.modules:
+        _draw_own_numbers()
     # Of nobody's multiprocessing any more.
     process.current_process().name = "MainProcess"
     process._parent_process = None  # type: ignore[attr-defined]
