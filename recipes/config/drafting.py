@@ -77,21 +77,26 @@ def speculation_violations(config: TrainConfig, bad: set[str]) -> Iterator[Viola
     if not has_weights(method):
         return
     yield from _drafter(config, given)
+    # They have been told of weight types already, by mtp_violations.
+    trained = config.trainer.mtp_loss_scaling_factor > 0
     for other, wrong, why in (
         (
             "generation.weight_dtype",
-            config.generation.weight_dtype != "auto",
+            not trained and config.generation.weight_dtype != "auto",
             "no drafter has run with quantized weights; give auto",
         ),
-        ("policy.qat", config.policy.qat != "off", "no drafter has run beside packed weights; give off"),
+        (
+            "policy.qat",
+            not trained and config.policy.qat != "off",
+            "no drafter has run beside packed weights; give off",
+        ),
         (
             "policy.refit.lora",
             config.policy.refit.lora == "adapter",
             "no drafter has run beside an adapter; give merge",
         ),
     ):
-        # Trained MTP layers have been told of the first two.
-        if wrong and not (config.trainer.mtp_loss_scaling_factor > 0 and other != "policy.refit.lora"):
+        if wrong:
             yield Violation(
                 (other, SPECULATIVE), f"{other}: {SPECULATIVE} names a drafter, and {why}, or leave it out"
             )

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ...integration.colocated.memory import ProcessMemory
 from ...integration.config import RefitConfig
+from ...workers.ray_host import node_address
 from ..config.schema import TrainConfig
-from ..run.cluster import ActorGroup, gather, node_address
+from ..run.cluster import ActorGroup, gather
 from ..run.rank import RankActor, join_worlds
 from .base import PolicyBatch, PolicyConfig
 from .make import refitting_policy

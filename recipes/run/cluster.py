@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...workers.checkpoint_folder import is_hub_name
+from ...workers.ray_host import node_address
 from ..config.schema import RayConfig
 
 logger = logging.getLogger(__name__)
@@ -402,11 +403,6 @@ def _log_of(error: RayTaskError) -> str:
     if process is None:
         return ""
     return f" (its log: /tmp/ray/session_latest/logs/worker-*-{process[1]}.err on {process[2]})"
-
-
-def node_address() -> str:
-    """Address by which Ray knows this host, without the brackets that one of IPv6 may have."""
-    return ray.util.get_node_ip_address().strip("[]")
 
 
 def free_port() -> int:

@@ -7,7 +7,8 @@ import os
 from datetime import timedelta
 
 from ...integration.control.address import joined
-from .cluster import ActorGroup, HostActor, RunError, free_port, gather, node_address
+from ...workers.ray_host import node_address
+from .cluster import ActorGroup, HostActor, RunError, free_port, gather
 
 
 class RankActor(HostActor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.packing_experts import ExpertPackingSource, packed_experts
 from tests.refit.synthetic import (
+    DivergedSource,
     Layout,
     SyntheticDestination,
     SyntheticSource,
@@ -125,35 +126,6 @@ def test_engines_get_what_the_packed_checkpoint_has_at_each_refit(world: str) ->
         assert found == (misc, [[], []])
 
 
-class DivergedSource(SyntheticSource):
-    """From version 2 on an element of ``name`` is no number: of expert 1, row 0 and the third block, if a rank holds it."""
-
-    def __init__(self, held: SyntheticSource, name: str, value: float):
-        self.__dict__.update(held.__dict__)
-        self._bad, self._value = name, value
-
-    def set_version(self, version: int) -> None:
-        super().set_version(version)
-        for fragment in self.fragments()[0]:
-            if version < 2 or fragment.name != self._bad:
-                continue
-            spec = next(s for s in SPECS if s.name == fragment.name)
-            at = fragment.part_of(self._hole(spec.shape))
-            fragment.view[at] = self._value
-
-    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().export(names):
-            if name == self._bad and self.version >= 2:
-                tensor[self._hole(tensor.shape)] = self._value
-            yield name, tensor
-
-    @staticmethod
-    def _hole(shape: Sequence[int]) -> torch.Tensor:
-        at = torch.zeros(tuple(shape), dtype=torch.bool)
-        at[1, 40, 0] = True
-        return at
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("spec", "value"), [(UP, float("nan")), (DOWN, float("-inf"))])
 def test_experts_that_are_no_numbers_end_the_refit_by_name_before_it_commits(
@@ -167,7 +139,7 @@ def test_experts_that_are_no_numbers_end_the_refit_by_name_before_it_commits(
             refit_changed(session, endpoint, 2)
         return wrong, raised.value
 
-    sources = [DivergedSource(source, spec.name, value) for source in WORLDS[world][0]]
+    sources = [DivergedSource(source, spec.name, value, (1, 40, 0)) for source in WORLDS[world][0]]
     results = run_world(sources, [engine(0), engine(1)], refit, CONFIG, states=states)
     for wrong, error in results:
         assert wrong == []

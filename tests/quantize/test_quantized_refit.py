@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name, wire_specs
 from tests.refit.synthetic import (
+    DivergedSource,
     Layout,
     SyntheticDestination,
     SyntheticSource,
@@ -171,30 +172,6 @@ def test_the_conventional_path_quantizes_full_tensors() -> None:
     assert [[wrong for _, wrong in refits] for refits in results] == [[[], []]] * 4
 
 
-class DivergedSource(SyntheticSource):
-    """From version 2 on one element of a weight is NaN, in whatever rank's part and in the export."""
-
-    def __init__(self, held: SyntheticSource, name: str, value: float):
-        self.__dict__.update(held.__dict__)
-        self._bad, self._value = name, value
-
-    def set_version(self, version: int) -> None:
-        super().set_version(version)
-        for (name, box), storage in self._held.items():
-            if version < 2 or name != self._bad:
-                continue
-            (top, bottom), (left, right) = box
-            column = 130 % self._by_name[name].shape[1]
-            if top <= 200 < bottom and left <= column < right:
-                storage[200 - top, column - left] = self._value
-
-    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().export(names):
-            if name == self._bad and self.version >= 2:
-                tensor[200, 130 % tensor.shape[1]] = self._value
-            yield name, tensor
-
-
 # Shard to shard, in a weight that a shard cuts, and on the conventional path.
 @pytest.mark.parametrize(
     ("bad", "engine", "format"),
@@ -221,8 +198,9 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
             refit_changed(session, end, 2)
         return wrong, raised.value
 
+    at = 200, 2 if bad == "cut.weight" else 130
     results = run_world(
-        [DivergedSource(source, bad, value) for source in sources()],
+        [DivergedSource(source, bad, value, at) for source in sources()],
         wanted(formats, by_rows),
         body,
         config(verify="off"),
@@ -235,7 +213,7 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
     found = [error for _, error in results if not isinstance(error, PeerLost)]
     assert found
     height, width = format.block
-    row, column = 200 // height * height, (2 if bad == "cut.weight" else 130) // width * width
+    row, column = at[0] // height * height, at[1] // width * width
     assert f"first at [{row}:{row + height}, {column}:{column + width}]" in str(found[0])
     for state in states.values():
         assert (state.version, state.dirty) == (1, True)

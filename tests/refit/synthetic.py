@@ -79,6 +79,35 @@ class SyntheticSource:
         return self._look.key(self._held.values())
 
 
+class DivergedSource(SyntheticSource):
+    """Another source, of which from version 2 on an element of a weight is no number, in whatever rank's part and in the export.
+
+    Args:
+        held: the other one.
+        name: of the weight.
+        value: of the element.
+        at: its place in the whole weight.
+    """
+
+    def __init__(self, held: SyntheticSource, name: str, value: float, at: Sequence[int]):
+        self.__dict__.update(held.__dict__)
+        self._bad, self._value = name, value
+        self._hole = torch.zeros(self._by_name[name].shape, dtype=torch.bool)
+        self._hole[tuple(at)] = True
+
+    def set_version(self, version: int) -> None:
+        super().set_version(version)
+        for fragment in self.fragments()[0]:
+            if version >= 2 and fragment.name == self._bad:
+                fragment.view[fragment.part_of(self._hole)] = self._value
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().export(names):
+            if name == self._bad and self.version >= 2:
+                tensor[self._hole] = self._value
+            yield name, tensor
+
+
 class SyntheticDestination:
     """A generation rank that wants the given boxes; starts as NaN."""
 

@@ -12,7 +12,7 @@ from .units import Division, Mesh, Place, Shard, cut_box, everything, stack
 
 @dataclass(frozen=True)
 class _Routed:
-    """Of either form.
+    """What both forms of routed experts have.
 
     Attributes:
         prefix: of the Hugging Face names.

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 import torch
 
 from ....integration.broadcast.full_tensors import FullTensorEpoch, FullTensorSettings
@@ -21,6 +20,7 @@ from ....integration.control import Rendezvous, RendezvousServer, listen
 from ....integration.errors import RefitError, RefitMismatch
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
+from ...ray_host import node_address
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class FullTensorEngine:
             What they need to meet here. It holds the secret that admits them, and travels through Ray alone.
         """
         self.finalize()
-        host = str(ray.util.get_node_ip_address()).strip("[]")  # type: ignore[no-untyped-call]
+        host = node_address()
         self._listener = listen(host, 0)
         self._epochs += 1
         port = self._listener.getsockname()[1]

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import ray
 import torch
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
 from ...engines.common.answers import answer
+from ...ray_host import node_address
 from ...trainers.fsdp.mixin import FSDPRefitMixin
 from ...trainers.megatron.mixin import MegatronRefitMixin
 from ...trainers.source_mixin import SourceRefitMixin
@@ -75,7 +75,7 @@ def prepare(worker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_rendezvous(worker: Any, train_ranks: int, gen_ranks: int, epoch: int) -> dict[str, Any]:
     """Policy rank 0 alone: the meeting point of an epoch, with the secret that admits its ranks."""
-    host = str(ray.util.get_node_ip_address()).strip("[]")
+    host = node_address()
     return answer(lambda: _open(worker).open_refit_rendezvous(host, train_ranks, gen_ranks, epoch))
 
 

@@ -18,6 +18,7 @@ from verl.checkpoint_engine import base as verl_base
 from ....integration.control import Rendezvous, RendezvousServer, listen
 from ....integration.errors import RefitMismatch
 from ....integration.records.record import RefitRecord
+from ...ray_host import node_address
 
 
 class EpochEngine(verl_base.CheckpointEngine):
@@ -81,7 +82,7 @@ class EpochEngine(verl_base.CheckpointEngine):
         address = None
         if self.is_master:
             self._close_listener()
-            host = str(ray.util.get_node_ip_address()).strip("[]")  # type: ignore[no-untyped-call]
+            host = node_address()
             self._listener = listen(host, self._port)
             self._epochs += 1
             address = (host, self._listener.getsockname()[1], self._epochs)

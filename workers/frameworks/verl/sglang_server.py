@@ -19,6 +19,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from ....integration.config import RefitConfig
+from ....integration.control.address import joined
 from ....integration.errors import RefitError, RefitTimeout
 from ....integration.records.files import write_record
 from ....integration.records.record import RefitRecord
@@ -179,8 +180,7 @@ def _address(server: Any) -> tuple[str, bool]:
         # ports, on which /server_info, the way to the settings and the state of an engine, fails.
         state.scheduler_info = {}
     host, port = server.get_server_address()
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return url, bool(manager.is_pause)
+    return f"http://{joined(host, port)}", bool(manager.is_pause)
 
 
 def _once(manager: Any, original: Callable[..., Any], method: str) -> Callable[..., Any]:
