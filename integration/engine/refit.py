@@ -43,6 +43,7 @@ from .agreement import (
     specs_digest,
 )
 from .bulk import BulkPath
+from .refusals import refused_on_engine
 from .shared_scales import CutSlots, SharedScales
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
@@ -133,6 +134,7 @@ class RefitEngine:
         fragments, refused = self._fragments(specs)
         if not self.world.is_source:
             require_stored_so(self.channel, fragments, formats)
+            refused = refused_on_engine(fragments, refused, formats)
         if self.way.all_misc:
             agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
             reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
