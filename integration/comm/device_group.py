@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
 import torch
 
@@ -242,11 +243,25 @@ class DeviceGroup(SharedGroup):
         return found
 
 
+# What a rank enqueues for its peers, and then from them: (peer, part) each.
+_Step = tuple[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.Tensor]]]
+
+
+class _Portion(NamedTuple):
+    """Steps of an exchange that are enqueued together, and the driver's calls that they take."""
+
+    steps: Sequence[_Step]
+    calls: int
+
+
 class DeviceExchange(Exchange):
     """An exchange that is only enqueued. In each step a rank enqueues the next bucket to each peer, then the one from each peer.
 
     So no ranks wait for each other in a circle, however many streams share a hardware queue: a step waits for the peers' sends
     of the same step, which come before their arrivals, and for emptied buckets of earlier steps.
+
+    A large one is enqueued in portions, each once the queue has room for it: the driver would hold a call in a full queue up without
+    a limit, and for ever where a peer has died. The rank that is behind all others waits for nothing but steps that all have enqueued.
     """
 
     def __init__(
@@ -259,32 +274,37 @@ class DeviceExchange(Exchange):
     ):
         super().__init__(lane, sends, receives)
         self._group = group
-        self._steps = list(
-            zip_longest(_steps(sends, bucket_bytes), _steps(receives, bucket_bytes), fillvalue=())
-        )
-        self._calls = _CALLS * sum(len(out) + len(into) for out, into in self._steps)
+        steps = zip_longest(_steps(sends, bucket_bytes), _steps(receives, bucket_bytes), fillvalue=())
+        self._portions = _portions(list(steps))
 
     def start(self, stage: str) -> None:
         if not self.peers:
             return
         self._group.connect(self.peers)
-        self._group.make_room(self._calls, stage)
         with on_device(self._group.device):
             stream = torch.cuda.current_stream()
             self._group.follow(self._lane, stream)
-            try:
-                self.enqueue(stream.cuda_stream)
-            except DriverError as error:
-                raise classified(error, stage, self._group.rank, f"with group ranks {self.peers}") from error
-            finally:
-                # Even if it broke off: what was enqueued is waited for before any memory is given back.
-                ended = torch.cuda.Event()
-                ended.record(stream)
-                self._group.began(self._lane, stream, ended, self._calls)
+            for portion in self._portions:
+                self._group.make_room(portion.calls, stage)
+                try:
+                    self._enqueue(portion, stream.cuda_stream)
+                except DriverError as error:
+                    raise classified(
+                        error, stage, self._group.rank, f"with group ranks {self.peers}"
+                    ) from error
+                finally:
+                    # Even if it broke off: what was enqueued is waited for before any memory is given back.
+                    ended = torch.cuda.Event()
+                    ended.record(stream)
+                    self._group.began(self._lane, stream, ended, portion.calls)
 
     def enqueue(self, stream: int) -> None:
-        """Give a CUDA stream all that is to be done."""
-        for out, into in self._steps:
+        """Give a CUDA stream all that is to be done, however much that is."""
+        for portion in self._portions:
+            self._enqueue(portion, stream)
+
+    def _enqueue(self, portion: _Portion, stream: int) -> None:
+        for out, into in portion.steps:
             for peer, part in out:
                 self._group.link(peer, self._lane).send(part, stream)
             for peer, part in into:
@@ -357,6 +377,21 @@ def _steps(buffers: Sequence[PeerBuffer], bucket_bytes: int) -> list[list[tuple[
         [(peer, parts[step]) for peer, parts in sorted(by_peer.items()) if step < len(parts)]
         for step in range(longest)
     ]
+
+
+def _portions(steps: Sequence[_Step]) -> list[_Portion]:
+    """Neighbouring steps of no more calls together than a queue has room for, unless a single step has more."""
+    found: list[_Portion] = []
+    held: list[_Step] = []
+    calls = 0
+    for step in steps:
+        more = _CALLS * (len(step[0]) + len(step[1]))
+        if held and calls + more > _MOST_CALLS:
+            found.append(_Portion(held, calls))
+            held, calls = [], 0
+        held.append(step)
+        calls += more
+    return [*found, _Portion(held, calls)] if held else found
 
 
 def _ended(connection: socket.socket) -> bool:

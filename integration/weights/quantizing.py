@@ -203,7 +203,9 @@ class QuantizingSource:
                 f"{dtype_name(self._dtypes[fragment.name])}"
             )
         if fragment.axes is not None and not fragment.axes.plain:
-            return "a rank holds its elements in another order than rows and columns, of which blocks are made"
+            return (
+                "a rank holds its elements in another order than rows and columns, of which blocks are made"
+            )
         if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
             return "a rank computes it while packing, and what is computed is not quantized in the same pass"
         return encoded_fragments(fragment, format, self.device, sent)

@@ -9,7 +9,9 @@ import ctypes
 import random
 import threading
 import time
-from queue import SimpleQueue
+from collections import deque
+from contextlib import nullcontext
+from queue import Queue, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,9 @@ import pytest
 import torch
 
 from rlrefit.integration.comm import device_group
-from rlrefit.integration.comm.device_group import LANE_WORD_BYTES, DeviceExchange, DeviceLink
+from rlrefit.integration.comm.device_group import LANE_WORD_BYTES, DeviceExchange, DeviceGroup, DeviceLink
 from rlrefit.integration.comm.group import PeerBuffer
+from rlrefit.integration.errors import RefitTimeout
 
 BUCKET = 64
 RANKS = 3
@@ -148,3 +151,50 @@ def test_a_rank_that_gives_up_ends_the_waits_of_its_own_streams(queues: list[Que
     for peer in (1, 2):
         wired.groups[0].link(peer, 0).release()
     assert queues[0].finish(5.0)
+
+
+def test_a_large_exchange_does_not_wait_for_a_dead_peer_in_a_full_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver's call waits without a limit where its queue is full; the host's own waits have one."""
+    wired = Wired(1)
+    full: Queue[Any] = Queue(1024)
+    monkeypatch.setattr(device_group, "call", lambda *args: full.put(args))
+    monkeypatch.setattr(device_group, "on_device", lambda device: nullcontext())
+    stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    # None has happened, since the peer does not come.
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+
+    class Group(SimpleNamespace):
+        make_room, began, follow = DeviceGroup.make_room, DeviceGroup.began, DeviceGroup.follow
+
+        def wait_for(self, events: Any, stage: str) -> None:
+            raise RefitTimeout("late", stage=stage)
+
+    group = Group(
+        device=torch.device("cpu"),
+        rank=0,
+        connect=lambda peers: None,
+        link=wired.groups[0].link,
+        _under_way=deque(),
+        _last={},
+    )
+    large = torch.zeros(1000 * BUCKET, dtype=torch.uint8)
+    exchange = DeviceExchange(group, 0, [PeerBuffer(1, large)], [], BUCKET)
+    ended: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            exchange.start("misc")
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert [type(error) for error in ended] == [RefitTimeout]
+    # All that was enqueued is waited for before the group gives its memory back.
+    assert len(group._under_way) > 0
+    assert full.qsize() <= sum(calls for _, calls in group._under_way) <= device_group._MOST_CALLS
