@@ -126,7 +126,8 @@ class ExpertPackingSource:
         return self._specs
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        held, refused = self._source.fragments()
+        held, told = self._source.fragments()
+        refused = dict(told)  # which may be the source's own
         sent: list[Fragment] = []
         parts: list[tuple[Fragment, torch.Tensor]] = []
         for fragment in held:

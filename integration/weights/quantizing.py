@@ -155,7 +155,8 @@ class QuantizingSource:
         return gives_memory_back(self._source)
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        held, refused = self._source.fragments()
+        held, told = self._source.fragments()
+        refused = dict(told)  # which may be the source's own
         found: list[Fragment] = []
         sent: dict[str, list[Box]] = defaultdict(list)
         kept: frozenset[str] = frozenset()

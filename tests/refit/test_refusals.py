@@ -15,7 +15,7 @@ from rlrefit.integration.layout import Axes, Fragment, box_of
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.integration.weights.quantizing import wire_specs
+from rlrefit.integration.weights.quantizing import QuantizingSource, wire_specs
 
 from .synthetic import BF16, Layout, SyntheticDestination, SyntheticSource, run_world, value_of, whole
 
@@ -104,6 +104,13 @@ def test_scales_of_blocks_that_trainers_cut_are_made_where_the_engine_loads_the_
         replace(CONFIG, trainer_quantize_fp8=True), [SyntheticSource([WEIGHT], one) for one in held], [engine]
     )
     assert {*routes.values()} == {"misc"}
+
+
+def test_reasons_that_a_trainer_keeps_are_left_as_they_are() -> None:
+    source = SyntheticSource([WEIGHT], {"weight": [((0, 256), (0, 40))]}, {"router": "MoE router"})
+    _, refused = QuantizingSource(source, {"weight": Mxfp8()}).fragments()
+    assert refused.keys() == {"router", "weight", "weight_scale"}
+    assert source.refused == {"router": "MoE router"}
 
 
 TIED = [
