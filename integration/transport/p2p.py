@@ -14,7 +14,7 @@ from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages
-from .storage import DeviceMemory, HostMemory, LiveViews
+from .storage import DeviceMemory, HostMemory, LiveViews, held_weakly
 from .streams import Event, make_event, make_stream
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
@@ -90,7 +90,9 @@ class P2PTransport(GroupTransport):
             self._memory.still_mapped()
         if self._messages.incoming:
             self._views.require_on_device()
-        self._host = HostMemory((fragment.view for fragment in fragments), device)
+        self._host = HostMemory(
+            (fragment.view for fragment in fragments), device, held_weakly(fragments, device)
+        )
 
     def describe(self) -> object:
         return self._messages.describe()

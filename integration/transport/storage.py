@@ -171,13 +171,16 @@ class LiveViews:
 class HostMemory:
     """Watches the host memory that some views lie in beside a GPU; it stays its owner's and is not kept."""
 
-    def __init__(self, views: Iterable[torch.Tensor], device: torch.device):
+    def __init__(
+        self, views: Iterable[torch.Tensor], device: torch.device, others: Iterable[torch.Tensor] = ()
+    ):
         """
         Args:
             views: of any memory.
-            device: that is to read them; nothing is watched for a CPU.
+            device: that is to read them; nothing of them is watched for a CPU.
+            others: what is watched wherever it lies.
         """
-        self._watched: list[StorageWeakRef] = []
+        self._watched = [StorageWeakRef(view.untyped_storage()) for view in others]
         if device.type != "cuda":
             return
         pageable = 0
@@ -195,6 +198,18 @@ class HostMemory:
     def moved(self) -> bool:
         """Whether some of it has been freed, so that anything may lie at its addresses, or nothing."""
         return any(reference.expired() for reference in self._watched)
+
+
+def held_weakly(fragments: Iterable[Fragment], device: torch.device) -> list[torch.Tensor]:
+    """Views of what ``device`` encodes by torch. Such encoders find a weight by its storage, and not by its address: one that is freed
+    is gone, even if another one has come to lie in its place."""
+    found = []
+    for fragment in fragments:
+        if fragment.encoding is not None:
+            method = cast(PackedEncoding, fragment.encoding).method
+            if device.type != "cuda" or not method.has_kernel(fragment.view.dtype):
+                found.append(fragment.view)
+    return found
 
 
 class DeviceMemory:

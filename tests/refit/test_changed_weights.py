@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitMismatch
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.packing import Cast
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.transformers.destination import TransformersDestination
@@ -155,6 +159,41 @@ def test_a_weight_that_moves_on_one_rank_and_changes_on_another_is_named_on_all(
     for error in run_world(*world(), body):
         assert isinstance(error, RefitMismatch)
         assert error.parameter == "changed"
+
+
+@pytest.mark.parametrize(("transport", "delta"), [("p2p", "off"), ("golden", "off"), ("p2p", "always")])
+def test_a_weight_whose_place_another_tensor_has_taken_is_encoded_from_there(
+    transport: str, delta: str
+) -> None:
+    spec, kept = SPECS[0], np.zeros(SPECS[0].shape, dtype=np.float32)
+
+    class Casting(SyntheticSource):
+        """One that keeps in FP32 what it sends in BF16, always at one address, in a new tensor for each version."""
+
+        def set_version(self, version: int) -> None:
+            [key] = self._held
+            self._held.clear()
+            self._held[key] = torch.from_numpy(kept)
+            super().set_version(version)
+
+        def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+            held, refused = super().fragments()
+            return [replace(fragment, encoding=Cast(BF16)) for fragment in held], refused
+
+    class Promising(SyntheticDestination):
+        def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+            return {}
+
+        def poison(self) -> None:
+            """Not between refits: a sparse one builds on what is there."""
+
+    def body(own: int, session: RefitSession, endpoint: Any) -> list[Any]:
+        return [refit_changed(session, endpoint, version)[1] for version in (1, 2, 3)]
+
+    config = RefitConfig(transport=transport, delta=delta, bucket_mb=1, timeout_s=20.0, verify="full")
+    source = Casting([spec], whole([spec]))
+    source.set_version(0)
+    assert run_world([source], [Promising([spec], whole([spec]))], body, config) == [[[]] * 3] * 2
 
 
 class Pair:
