@@ -38,6 +38,7 @@ from .engine.refit import Moved, RefitEngine
 from .errors import EngineDirty, RefitError, RefitTimeout, end_all
 from .records.clock import StageClock
 from .records.record import RefitRecord
+from .transport.streams import working_on
 from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
 from .weights.packing_experts import ExpertPackingSource
@@ -158,11 +159,12 @@ class RefitSession:
                 endpoint = make_endpoint()
                 if config.trainer_quantize_mxfp4 and world.is_source:
                     endpoint = ExpertPackingSource(cast(WeightSource, endpoint))
-                manifest = refit_engine.prepare(endpoint)
-                refit_engine.init_process_group()
-                session = RefitSession(
-                    world, channel, refit_engine, endpoint, manifest, state or ServingState()
-                )
+                with working_on(endpoint.device):
+                    manifest = refit_engine.prepare(endpoint)
+                    refit_engine.init_process_group()
+                    session = RefitSession(
+                        world, channel, refit_engine, endpoint, manifest, state or ServingState()
+                    )
                 channel.barrier("ready")
         except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
             opened = [] if refit_engine is None else [partial(refit_engine.finalize, failed=True)]
@@ -220,7 +222,8 @@ class RefitSession:
             version = _whole_number(version, self.world.rank)
             if before is not None:
                 before()
-            return self._refit(version, timeline)
+            with working_on(self._endpoint.device):
+                return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)
             raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ..plan import Plan
 from ..records.clock import StageClock
 from ..transport.base import TransferResult
 from ..transport.storage import LiveViews, Place
-from ..transport.streams import Event, make_event, make_stream
+from ..transport.streams import Event, make_event, make_stream, working_on
 from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
 from .mask import Mask, StepRecorder, make_recorders
@@ -380,7 +380,7 @@ class DeltaPath:
 
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels run on the current device, which is the caller's, and another one maybe."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        return working_on(self._device)
 
     def _drained(self) -> bool:
         """Whether the kernels on this path's streams have ended, which may still use the base and the rooms."""

@@ -27,6 +27,7 @@ from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse,
 from ..quantize.formats import Format
 from ..records.clock import StageClock
 from ..transport import ONE_SIDED, TransferResult, choose
+from ..transport.streams import working_on
 from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of, rewritten
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -267,7 +268,8 @@ class RefitEngine:
         with self._bulk.recording_step() if self._bulk is not None else nullcontext():
             yield
             # On all ranks or on none, whatever became of the epoch on one of them: it may be a collective.
-            cast(WeightSource, self._endpoint).prepare()
+            with working_on(self._endpoint.device):
+                cast(WeightSource, self._endpoint).prepare()
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""

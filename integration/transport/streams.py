@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
@@ -175,3 +175,9 @@ def make_stream(device: torch.device) -> Stream:
 def make_event(device: torch.device) -> Event:
     """An event of ``device``."""
     return _CudaEvents() if device.type == "cuda" else _HostEvent()
+
+
+def working_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which kernels run on ``device``, whatever device the calling thread is set to: torch goes by its tensors, but
+    Triton's launches go by the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -19,7 +19,9 @@ pytestmark = needs(gpus=2)
 HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
 
 
-def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, keeps: bool, results: Any) -> None:
+def rank_main(
+    rank: int, meeting: Rendezvous, engine: str, transport: str, keeps: bool, astray: bool, results: Any
+) -> None:
     from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.session import RefitSession
     from rlrefit.integration.weights.manifest import TensorSpec
@@ -52,6 +54,8 @@ def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, keeps
         if keeps:
             load = endpoint.load_weights
             endpoint.load_weights = lambda weights: load(list(weights))
+    if astray:  # as a thread of an engine's that has not been told which GPU is its own
+        torch.cuda.set_device((rank + 1) % torch.cuda.device_count())
     config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full")
     session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine)
     for version in (1, 2, 3):
@@ -81,10 +85,21 @@ def test_a_loader_may_keep_all_that_the_packed_broadcast_brings() -> None:
     refit_three_times(2, "packed_broadcast", "auto", keeps=True)
 
 
-def refit_three_times(size: int, engine: str, transport: str, *, keeps: bool = False) -> list[Any]:
+@pytest.mark.parametrize(
+    ("engine", "transport"), [("nccl_xfer", "p2p"), ("nccl_xfer", "golden"), ("packed_broadcast", "auto")]
+)
+def test_refits_run_on_the_gpu_of_the_weights_whatever_gpu_the_calling_thread_is_set_to(
+    engine: str, transport: str
+) -> None:
+    refit_three_times(2, engine, transport, astray=True)
+
+
+def refit_three_times(
+    size: int, engine: str, transport: str, *, keeps: bool = False, astray: bool = False
+) -> list[Any]:
     """Three changed refits of ``size`` processes, checked; what each rank tells of each."""
     server = open_rendezvous("127.0.0.1", size // 2, size // 2)
-    ranks = [(r, server.rendezvous, engine, transport, keeps) for r in range(size)]
+    ranks = [(r, server.rendezvous, engine, transport, keeps, astray) for r in range(size)]
     with closing(server), spawned(rank_main, ranks) as results:
         rows = [results.get(timeout=200) for _ in range(3 * size)]
     engines = [row for row in rows if row[0] >= size // 2]
