@@ -12,15 +12,18 @@ from functools import partial
 import torch
 
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
-from .group import Exchange, PeerBuffer
+from .group import Event, Exchange, PeerBuffer
 from .shared_memory import BUCKETS, Pair, SharedGroup, open_pairs
-from .waiting import PAUSE_S, wait_until
+from .waiting import PAUSE_S, ends_within, wait_until
 
 logger = logging.getLogger(__name__)
 
 # Larger ones would not overlap any better, and smaller ones stay in a core's caches.
 MOST_BUCKET_BYTES = 4 << 20
 _FILLED, _FREED = b"s", b"f"
+# Seconds for which a group that gives up waits for a GPU's copies, and buckets that some may use for ever.
+_DRAIN_WITHIN = 10.0
+_KEPT: list[object] = []
 _MOST_SIGNALS = 64
 
 
@@ -37,6 +40,8 @@ class HostGroup(SharedGroup):
     def _begin(self) -> None:
         self._links: dict[int, list[_HostLink]] = {}
         self._closed = False
+        # Copies of a GPU that a failed exchange has left under way.
+        self._left: list[Event] = []
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
         return _HostExchange(self, lane, sends, receives)
@@ -67,12 +72,28 @@ class HostGroup(SharedGroup):
         """The link to a connected peer."""
         return self._links[peer][lane]
 
+    def leave(self, copies: Iterable[Event]) -> None:
+        """Note copies between a GPU and buckets that go on, though their exchange has failed."""
+        self._left += copies
+
     def abort(self) -> bool:
-        # Whatever was under way ended with the call that had begun it.
-        return True
+        # All else ended with the call that had begun it.
+        try:
+            return ends_within(lambda: all(copy.query() for copy in self._left), _DRAIN_WITHIN)
+        except torch.AcceleratorError as error:
+            logger.warning("rank %d lost its GPU: %s", self.rank, error)
+            return False
 
     def close(self, *, failed: bool = False) -> None:
         self._closed = True
+        if not self.abort():
+            # Unmapping under what the GPU still does would break this process's context, and the trainer with it.
+            logger.warning("rank %d keeps the buckets that it shares, until its process ends", self.rank)
+            _KEPT.extend([self._links, self._pairs])
+            # Their end tells the peers that this rank has given up.
+            end_all(one.close for pair in self._pairs.values() for one in pair.connections)
+            self._links, self._pairs, self._left = {}, {}, []
+            return
         while self._links:
             for link in self._links.popitem()[1]:
                 link.close()
@@ -126,7 +147,11 @@ class _HostExchange(Exchange):
                 rank=self._group.rank,
             )
 
-        wait_until(done, limit, stage, self._group.check_peers, late, partial(_pause, flows))
+        try:
+            wait_until(done, limit, stage, self._group.check_peers, late, partial(_pause, flows))
+        except BaseException:
+            self._group.leave(flow.copied for flow in flows if flow.copied is not None)
+            raise
 
     def _flows(self) -> list[_Flow]:
         found = []
@@ -154,6 +179,7 @@ class _Flow:
     Attributes:
         link: the link.
         left: buckets that are still to go.
+        copied: when a GPU has filled or emptied a bucket that it is about to; None if there is none.
     """
 
     def __init__(self, link: _HostLink, buffers: Sequence[torch.Tensor], outward: bool):
@@ -170,7 +196,7 @@ class _Flow:
         flat = [buffer.view(-1).view(torch.uint8) for buffer in buffers if buffer.numel()]
         self._parts = [part for raw in flat for part in raw.split(link.bucket_bytes)]
         self._at = 0
-        self._copied: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
 
     @property
     def left(self) -> int:
@@ -179,16 +205,16 @@ class _Flow:
     @property
     def copying(self) -> bool:
         """Whether a GPU is about to fill or empty a bucket."""
-        return self._copied is not None
+        return self.copied is not None
 
     def step(self) -> bool:
         """Move one bucket on if that is possible without waiting; returns whether anything moved."""
         if not self.left:
             return False
-        if self._copied is not None:
-            if not self._copied.query():
+        if self.copied is not None:
+            if not self.copied.query():
                 return False
-            self._copied = None
+            self.copied = None
             self._pass_on()
             return True
         bucket = self._next()
@@ -199,9 +225,9 @@ class _Flow:
         target, source = (place, part) if self._outward else (part, place)
         target.copy_(source, non_blocking=True)
         if part.device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self.copied = torch.cuda.Event()
             # Not of the current device, which may be another one.
-            self._copied.record(torch.cuda.current_stream(part.device))
+            self.copied.record(torch.cuda.current_stream(part.device))
         else:
             self._pass_on()
         return True

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from rlrefit.integration.comm import host_group
 from rlrefit.integration.comm.group import Group, PeerBuffer
 from rlrefit.integration.comm.host_group import HostGroup
 from rlrefit.integration.comm.shared_memory import SharedMemory
@@ -117,6 +119,46 @@ def test_a_peer_that_closes_ends_the_exchange_at_once_and_nothing_stays_open() -
         assert world.run(exchange) == [None, None]
     assert time.monotonic() - start < 5
     assert nothing_left(before)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_that_a_gpu_still_copies_from_outlives_the_group_that_has_failed(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+
+    class Copy:
+        """What stands in for a GPU's event, since there is none here."""
+
+        def record(self, stream: object) -> None: ...
+
+        def query(self) -> bool:
+            return copied.append(True) or (ends and len(copied) > 3)
+
+    kept: list[object] = []
+    monkeypatch.setattr(host_group, "_KEPT", kept)
+    monkeypatch.setattr(host_group, "_DRAIN_WITHIN", 0.2)
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (lone_group(store, rank, 0.5) for rank in (0, 1))
+        list(pool.map(lambda group: group.connect([0, 1]), (first, second)))
+        [pair] = first._pairs.values()
+        step = host_group._Flow.step
+
+        def on_gpu(flow: host_group._Flow) -> bool:
+            """The first bucket is on its way, and comes to no end."""
+            flow.copied = Copy()  # type: ignore[assignment]
+            return False
+
+        monkeypatch.setattr(host_group._Flow, "step", on_gpu)
+        with pytest.raises(RefitTimeout):
+            first.exchange([PeerBuffer(1, torch.zeros(9, dtype=torch.uint8))], [], "transfer")
+        monkeypatch.setattr(host_group._Flow, "step", step)
+        assert first.abort() == ends
+        first.close(failed=True)
+        assert (pair.shared.memory.numel() == 0) == ends == (not kept)
+        pair.close()
+        second.close(failed=True)
 
 
 def test_what_was_sent_whole_arrives_though_the_sender_has_left() -> None:
