@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
-from ..comm.waiting import ends_within
 from ..errors import RefitError, RefitMismatch, TransportUnavailable, VerificationError, end_all
 from ..layout import Fragment
 from ..packing import NotComputable
@@ -29,7 +28,7 @@ from ..plan import Plan
 from ..records.clock import StageClock
 from ..transport.base import TransferResult
 from ..transport.storage import LiveViews, Place
-from ..transport.streams import Event, make_event, make_stream, working_on
+from ..transport.streams import Event, have_ended, make_event, make_stream, working_on
 from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
 from .mask import Mask, StepRecorder, make_recorders
@@ -373,7 +372,8 @@ class DeltaPath:
         try:
             end_all(partial(group.close, failed=failed) for group in opened)
         finally:
-            if failed and self._device.type == "cuda" and not self._drained():
+            streams = (self._pack, self._wire, self._apply)
+            if failed and not have_ended(streams, self._device, _DRAIN_WITHIN):
                 logger.warning("kernels of a failed refit are still under way; their memory is kept")
                 _left_running.append((self._outgoing, self._incoming))
             self._outgoing, self._incoming = [], []
@@ -381,17 +381,6 @@ class DeltaPath:
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels run on the current device, which is the caller's, and another one maybe."""
         return working_on(self._device)
-
-    def _drained(self) -> bool:
-        """Whether the kernels on this path's streams have ended, which may still use the base and the rooms."""
-        ends = [make_event(self._device) for _ in range(3)]
-        try:
-            for stream, end in zip((self._pack, self._wire, self._apply), ends, strict=True):
-                stream.record(end)
-            return ends_within(lambda: all(end.query() for end in ends), _DRAIN_WITHIN)
-        except torch.AcceleratorError as error:
-            logger.warning("the GPU is lost: %s", error)
-            return False
 
     @property
     def staging_bytes(self) -> int:

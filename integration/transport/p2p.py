@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -15,13 +16,18 @@ from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages
 from .storage import DeviceMemory, HostMemory, LiveViews, held_weakly
-from .streams import Event, make_event, make_stream
+from .streams import Event, have_ended, make_event, make_stream
+
+logger = logging.getLogger(__name__)
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
 # The round before which all ranks call ``meanwhile``; the rounds before it keep the wire busy during the call.
 _MEANWHILE_BEFORE = 8
+# Seconds for which a failed refit waits for what it has packed or unpacked; and buckets that may be used for ever.
+_DRAIN_WITHIN = 5.0
+_left_running: list[object] = []
 
 
 class P2PTransport(GroupTransport):
@@ -108,9 +114,10 @@ class P2PTransport(GroupTransport):
             # The tables must have reached the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self.group.device).synchronize()
 
-    def unbind(self) -> None:
-        """Forget the storage and free the buckets; bind and connect again before the next run."""
-        self._views, self._bound, self._host, self._memory = LiveViews([]), None, None, None
+    def unbind(self, *, failed: bool = False) -> None:
+        """Forget the storage and free the buckets; bind and connect again before the next run. ``failed``: the run broke off."""
+        self._free(failed)
+        self._views, self._memory = LiveViews([]), None
 
     def moved(self) -> bool:
         return self._host is not None and self._host.moved()
@@ -121,7 +128,15 @@ class P2PTransport(GroupTransport):
         finally:
             # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
             # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
-            self._bound = self._host = None
+            self._free(failed)
+
+    def _free(self, failed: bool) -> None:
+        """Free the buckets, once nothing that a failed run has enqueued uses them any more."""
+        streams = (self._pack, self._unpack, *self._wires)
+        if failed and self._bound is not None and not have_ended(streams, self.group.device, _DRAIN_WITHIN):
+            logger.warning("kernels of a failed refit are still under way; their buckets stay allocated")
+            _left_running.append(self._bound.memory)
+        self._bound = self._host = None
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         assert self._bound is not None, "connect comes before run"

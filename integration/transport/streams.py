@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
+from ..comm.waiting import ends_within
 from ..records.clock import StageClock
+
+logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -175,6 +179,19 @@ def make_stream(device: torch.device) -> Stream:
 def make_event(device: torch.device) -> Event:
     """An event of ``device``."""
     return _CudaEvents() if device.type == "cuda" else _HostEvent()
+
+
+def have_ended(streams: Sequence[Stream], device: torch.device, within_s: float) -> bool:
+    """After a failure: whether all that streams were given ends within so many seconds. Until then it may use any of its memory,
+    which torch's allocator would hand to others on the stream that it was allocated on."""
+    ends = [make_event(device) for _ in streams]
+    try:
+        for stream, end in zip(streams, ends, strict=True):
+            stream.record(end)
+        return ends_within(lambda: all(end.query() for end in ends), within_s)
+    except torch.AcceleratorError as error:
+        logger.warning("the GPU is lost: %s", error)
+        return False
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

@@ -157,7 +157,7 @@ class Transfers:
         except BaseException:
             # NCCL may be writing the buckets: only when it has given up may their memory become another's.
             if self.group.abort():
-                compiled.transport.unbind()
+                compiled.transport.unbind(failed=True)
             raise
         compiled.transport.unbind()
         return result

@@ -13,8 +13,8 @@ from .needs import needs
 pytestmark = needs()
 
 
-def refit_to_oneself(lanes: int, contiguous: bool) -> None:
-    """Send the weights ``a.i`` into the weights ``b.i``, three changed times."""
+def refit_to_oneself(lanes: int, contiguous: bool, breaks: bool = False) -> None:
+    """Send the weights ``a.i`` into the weights ``b.i``, three changed times; a fourth time may break off."""
     import torch.distributed as dist
 
     from rlrefit.integration.comm.torch_group import TorchGroup
@@ -61,7 +61,22 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
         assert result.verified_bytes == sum(t.nbytes for t in sides["a"])
         assert all(torch.equal(a, b) for a, b in zip(sides["a"], sides["b"], strict=True))
     assert (transport.staging_bytes < LARGE_SEGMENT) == contiguous
-    transport.close()
+    if not breaks:
+        transport.close()
+        return
+
+    def break_off() -> None:
+        raise ZeroDivisionError
+
+    # Some seconds, behind which all that the refit packs has to wait.
+    torch.cuda._sleep(4 << 30)
+    with pytest.raises(ZeroDivisionError):
+        transport.run(clock, break_off)
+    packed = torch.cuda.Event()
+    packed.record(transport._pack.stream)  # type: ignore[attr-defined]
+    assert not packed.query()
+    transport.close(failed=True)
+    assert packed.query(), "buckets were freed that kernels are about to write"
 
 
 @pytest.mark.parametrize(("lanes", "contiguous"), [(1, False), (3, False), (2, True)])
@@ -69,5 +84,13 @@ def test_a_rank_that_sends_to_itself_gets_what_it_sent_and_exits(lanes: int, con
     code = f"from tests.gpu.test_p2p_loopback import refit_to_oneself as r; r({lanes}, {contiguous})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_buckets_of_a_refit_that_breaks_off_are_freed_once_nothing_writes_them() -> None:
+    code = "from tests.gpu.test_p2p_loopback import refit_to_oneself as r; r(2, False, breaks=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr

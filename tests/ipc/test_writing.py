@@ -99,6 +99,29 @@ def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     assert gpu.log == ["writes ended", "unmap"]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_sender_adds_up_for_those_that_read_it_is_waited_for_before_its_memory_becomes_anothers(
+    gpu: Gpu, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(module, "_left_running", kept)
+    monkeypatch.setattr(module, "_DRAIN_WITHIN", 0.1)
+    one = sender(gpu)
+    # Nobody's memory is mapped here.
+    one._signal_addresses, one._lent_addresses = [], [0]
+    sums = one._sent_checksums
+    one.synchronize()
+    gpu.fails_at = "misc"
+    with pytest.raises(RuntimeError, match="no launch"):
+        one.run(CLOCK, lambda: gpu.step("misc"))
+    assert "sum" in gpu.log
+    gpu.log.clear()
+    gpu.looks = 3 if ends else 1 << 30
+    one.close(failed=True)
+    assert gpu.log == ["writes ended"] * ends
+    assert any(sums in left for left in kept) is not ends  # type: ignore[operator]
+
+
 def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settled(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -668,10 +668,13 @@ class IpcTransport(Transport):
             self._encoders = []
 
     def _drop_mappings(self, *, failed: bool) -> None:
-        if self._imported and failed and not self._drained():
+        # A sender whose receivers read has nothing mapped, and yet adds up its weights on a stream of its own.
+        if failed and self._stream is not None and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
-            # lies where its tables lay would be taken for addresses.
-            logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
+            # lies where its tables lay would be taken for addresses, or written over.
+            logger.warning(
+                "kernels of a failed refit are still under way; what they use stays mapped and allocated"
+            )
             _left_running.append((self._imported, self._tables, self._sent_checksums, self._signals))
             self._imported = {}
         # Before new ones are made beside them.
