@@ -383,9 +383,12 @@ class RefitEngine:
             self._urgent = torch.cuda.Stream(device, priority=-1)
         caller = torch.cuda.current_stream(device)
         self._urgent.wait_stream(caller)
-        with torch.cuda.stream(self._urgent):
-            yield
-        caller.wait_stream(self._urgent)
+        try:
+            with torch.cuda.stream(self._urgent):
+                yield
+        finally:
+            # Even if it broke off: buckets that are freed then become memory of the caller's stream.
+            caller.wait_stream(self._urgent)
 
     def finalize(self, *, failed: bool = False) -> None:
         """Close communicators and free buffers; safe to call twice. ``failed``: peers may be gone."""
