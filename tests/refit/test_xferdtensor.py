@@ -269,8 +269,8 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
     def interrupted(transport: P2PTransport, clock: Any) -> TransferResult:
         raise KeyboardInterrupt
 
-    def unbind(transport: P2PTransport) -> None:
-        done.append(("unbind", transport._bound is not None))
+    def unbind(transport: P2PTransport, *, failed: bool = False) -> None:
+        done.append(("unbind", failed and transport._bound is not None))
 
     monkeypatch.setattr(P2PTransport, "run", interrupted)
     monkeypatch.setattr(P2PTransport, "unbind", unbind)
