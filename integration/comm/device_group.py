@@ -247,7 +247,7 @@ class DeviceGroup(SharedGroup):
 _Step = tuple[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.Tensor]]]
 
 
-class _Portion(NamedTuple):
+class Portion(NamedTuple):
     """Steps of an exchange that are enqueued together, and the driver's calls that they take."""
 
     steps: Sequence[_Step]
@@ -262,6 +262,9 @@ class DeviceExchange(Exchange):
 
     A large one is enqueued in portions, each once the queue has room for it: the driver would hold a call in a full queue up without
     a limit, and for ever where a peer has died. The rank that is behind all others waits for nothing but steps that all have enqueued.
+
+    Attributes:
+        portions: in the order in which they are enqueued.
     """
 
     def __init__(
@@ -275,7 +278,7 @@ class DeviceExchange(Exchange):
         super().__init__(lane, sends, receives)
         self._group = group
         steps = zip_longest(_steps(sends, bucket_bytes), _steps(receives, bucket_bytes), fillvalue=())
-        self._portions = _portions(list(steps))
+        self.portions = _portions(list(steps))
 
     def start(self, stage: str) -> None:
         if not self.peers:
@@ -284,10 +287,10 @@ class DeviceExchange(Exchange):
         with on_device(self._group.device):
             stream = torch.cuda.current_stream()
             self._group.follow(self._lane, stream)
-            for portion in self._portions:
+            for portion in self.portions:
                 self._group.make_room(portion.calls, stage)
                 try:
-                    self._enqueue(portion, stream.cuda_stream)
+                    self.enqueue(portion, stream.cuda_stream)
                 except DriverError as error:
                     raise classified(
                         error, stage, self._group.rank, f"with group ranks {self.peers}"
@@ -298,12 +301,8 @@ class DeviceExchange(Exchange):
                     ended.record(stream)
                     self._group.began(self._lane, stream, ended, portion.calls)
 
-    def enqueue(self, stream: int) -> None:
-        """Give a CUDA stream all that is to be done, however much that is."""
-        for portion in self._portions:
-            self._enqueue(portion, stream)
-
-    def _enqueue(self, portion: _Portion, stream: int) -> None:
+    def enqueue(self, portion: Portion, stream: int) -> None:
+        """Give a CUDA stream what is to be done in a portion."""
         for out, into in portion.steps:
             for peer, part in out:
                 self._group.link(peer, self._lane).send(part, stream)
@@ -379,19 +378,19 @@ def _steps(buffers: Sequence[PeerBuffer], bucket_bytes: int) -> list[list[tuple[
     ]
 
 
-def _portions(steps: Sequence[_Step]) -> list[_Portion]:
+def _portions(steps: Sequence[_Step]) -> list[Portion]:
     """Neighbouring steps of no more calls together than a queue has room for, unless a single step has more."""
-    found: list[_Portion] = []
+    found: list[Portion] = []
     held: list[_Step] = []
     calls = 0
     for step in steps:
         more = _CALLS * (len(step[0]) + len(step[1]))
         if held and calls + more > _MOST_CALLS:
-            found.append(_Portion(held, calls))
+            found.append(Portion(held, calls))
             held, calls = [], 0
         held.append(step)
         calls += more
-    return [*found, _Portion(held, calls)] if held else found
+    return [*found, Portion(held, calls)] if held else found
 
 
 def _ended(connection: socket.socket) -> bool:

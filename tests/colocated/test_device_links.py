@@ -136,7 +136,8 @@ def test_all_bytes_arrive_however_the_queues_come_on_and_how_few_they_are(
         source.random_(0, 255)
     for _ in range(refits):
         for stream, exchange in prepared:
-            exchange.enqueue(stream)
+            for portion in exchange.portions:
+                exchange.enqueue(portion, stream)
     assert queues[0].finish(20.0)
     assert all(torch.equal(source, target) for source, target in checked)
 
@@ -146,7 +147,8 @@ def test_a_rank_that_gives_up_ends_the_waits_of_its_own_streams(queues: list[Que
     queues.append(Queues(1, 0))
     out, into = (torch.zeros(5 * BUCKET, dtype=torch.uint8) for _ in range(2))
     exchange = DeviceExchange(wired.groups[0], 0, [PeerBuffer(1, out)], [PeerBuffer(2, into)], BUCKET)
-    exchange.enqueue(0)
+    for portion in exchange.portions:
+        exchange.enqueue(portion, 0)
     assert not queues[0].finish(0.2)
     for peer in (1, 2):
         wired.groups[0].link(peer, 0).release()
