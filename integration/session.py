@@ -1,9 +1,10 @@
 """A refit session: one epoch of ranks, versions that no rank serves in part, one record per refit.
 
 1. ``RefitSession.open`` connects, lets all ranks agree on weights and plan, and makes communicators.
-2. ``refit(version)`` marks the engine dirty, meets all ranks over the version, follows storages that moved on any of
-   them, moves the weights, runs the engine's post-load work, and meets again: only if every rank succeeded does the
-   version commit.
+2. ``refit(version)`` prepares the trainer's weights, marks the engine dirty, meets all ranks over the version, follows
+   storages that moved on any of them, moves the weights, runs the engine's post-load work, and meets again: only if every
+   rank succeeded does the version commit. A rank that refuses before the last meeting ahead of the first byte leaves every
+   engine what it was.
 3. ``close`` ends the epoch.
 
 A rank that fails aborts the epoch, so that no rank waits for it; its peers raise ``PeerLost`` with its
@@ -39,14 +40,16 @@ from .errors import EngineDirty, RefitError, RefitTimeout, end_all
 from .records.clock import StageClock
 from .records.record import RefitRecord
 from .transport.streams import working_on
-from .weights.endpoints import WeightDestination, WeightSource
+from .weights.endpoints import WeightDestination, WeightSource, prepares_alone
 from .weights.manifest import Manifest
 from .weights.packing_experts import ExpertPackingSource
+from .weights.source_thread import require_in_step
 
 logger = logging.getLogger(__name__)
 
-# Of a meeting before a refit, beside those of :mod:`.delta.choice`: this rank's storage has moved.
-_STALE = 1
+# Of a meeting before a refit, beside those of :mod:`.delta.choice`: this rank's storage has moved; this trainer rank prepares its
+# weights together with others, which has to wait until all are there.
+_STALE, _UNPREPARED = 1, 8
 
 
 class ServingState:
@@ -155,6 +158,8 @@ class RefitSession:
         try:
             with channel.within(start):
                 refit_engine = RefitEngine(engine, config, world, channel)
+                if world.is_source:
+                    require_in_step(rank)
                 _agree_on_settings(channel, engine, config)
                 endpoint = make_endpoint()
                 if config.trainer_quantize_mxfp4 and world.is_source:
@@ -168,7 +173,7 @@ class RefitSession:
                 channel.barrier("ready")
         except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
             opened = [] if refit_engine is None else [partial(refit_engine.finalize, failed=True)]
-            _give_up(error, channel, opened, [channel.close])
+            _give_up(error, channel, opened, [lambda _: channel.close()])
             raise
         if rank == 0:
             logger.info(
@@ -270,24 +275,28 @@ class RefitSession:
         steps: list[Callable[[], object]] = [partial(self.engine.finalize, failed=True)]
         if not self.world.is_source:
             steps.append(cast(WeightDestination, self._endpoint).abandon)
-        _give_up(error, self._channel, steps)
+        _give_up(error, self._channel, steps, [self._draw_rest])
+
+    def _draw_rest(self, cause: BaseException) -> None:
+        if self.world.is_source and isinstance(cause, Exception):
+            blamed = cause.blamed if isinstance(cause, RefitError) else -1
+            self.engine.draw_rest(blamed)
 
     def _refit(self, version: int, timeline: bool) -> RefitRecord:
         device, clock = self._endpoint.device, self._clock
         memory_before = _memory_mark(device)
         clock.restart(timeline=timeline)
         earlier = self.state.dirty_since
-        with clock.stage("handshake"):
-            flags = self._begin(version)
+        flags = self._begin(version)
         self.engine.decide(flags)
-        if flags & _STALE:
-            # Nobody writes before all ranks have followed and met again.
+        if flags & (_STALE | _UNPREPARED):
+            # Nobody writes before all ranks have followed, and all trainer ranks prepared, and met again.
             self.state.take_back(earlier)
-            self._follow(version)
+            self._follow(version, moved=bool(flags & _STALE))
         moved, void = self._move(version, may_be_void=True)
         if void:
             # Once more with all weights where they are now; nothing of it has been committed.
-            self._follow(version)
+            self._follow(version, moved=True)
             self.engine.again()
             moved, void = self._move(version, may_be_void=False)
             if void:
@@ -327,13 +336,23 @@ class RefitSession:
             timeline=intervals,
         )
 
-    def _follow(self, version: int) -> None:
-        """Follow storages that have moved on any rank, and meet again."""
+    def _follow(self, version: int, *, moved: bool) -> None:
+        """Follow storages if they have ``moved`` on any rank, prepare the trainer's weights where they are now, and meet again."""
         self._follows += 1
-        with self._clock.stage("bind"):
-            flags = self._meet_to_write(f"follow/{self._follows}", version, self.engine.rebind())
+        stage = "bind" if moved else "handshake"
+        with self._clock.stage(stage):
+            flags = self.engine.rebind() if moved else 0
+        self._prepare()
+        with self._clock.stage(stage):
+            flags = self._meet_to_write(f"follow/{self._follows}", version, flags)
             if flags & DENSE:
                 self.engine.again(flags)
+
+    def _prepare(self) -> None:
+        """Trainer ranks: have the source finish its weights; other ranks hear of it if it refuses."""
+        if self.world.is_source:
+            with self._clock.stage("export"):
+                self.engine.prepare_source()
 
     def _move(self, version: int, *, may_be_void: bool) -> tuple[Moved, bool]:
         """Move all weights, and meet; what this rank moved, and whether it counts for nothing on any rank.
@@ -342,8 +361,6 @@ class RefitSession:
         """
         clock = self._clock
         if self.world.is_source:
-            with clock.stage("export"):
-                cast(WeightSource, self._endpoint).prepare()
             moved = self.engine.send_weights(version, clock)
         else:
             moved = self.engine.receive_weights(version, clock)
@@ -369,14 +386,21 @@ class RefitSession:
         return moved, void
 
     def _begin(self, version: int) -> int:
-        """Meet all ranks over the version; returns the flags of any: whether storages moved, and what is wished.
+        """Meet all ranks over the version; returns the flags of any: whether storages moved, who has not prepared, what is wished.
 
         The meeting is counted and not named by version: ranks that disagree on the version must still meet.
         """
-        moved = self.engine.stale()
-        held = None if self.state.dirty else self.state.version
-        flags = self.engine.wishes(held, bound=not moved) | (_STALE if moved else 0)
-        return self._meet_to_write(f"begin/{self._refits}", version, flags)
+        with self._clock.stage("handshake"):
+            moved = self.engine.stale()
+            held = None if self.state.dirty else self.state.version
+            flags = self.engine.wishes(held, bound=not moved) | (_STALE if moved else 0)
+            if self.world.is_source and not prepares_alone(self._endpoint):
+                flags |= _UNPREPARED
+        if not flags & (_STALE | _UNPREPARED):
+            # One that refuses never comes to the meeting, so that nobody has written.
+            self._prepare()
+        with self._clock.stage("handshake"):
+            return self._meet_to_write(f"begin/{self._refits}", version, flags)
 
     def _meet_to_write(self, topic: str, version: int, flags: int = 0) -> int:
         """Meet all ranks, after which senders write; returns the flags that are set on any rank.
@@ -424,7 +448,7 @@ def _give_up(
     error: BaseException,
     channel: Channel,
     steps: Sequence[Callable[[], object]],
-    last: Sequence[Callable[[], object]] = (),
+    last: Sequence[Callable[[BaseException], object]],
 ) -> None:
     """Tell all ranks that this one has ended with an error, which the caller raises, and close what is open.
 
@@ -432,7 +456,7 @@ def _give_up(
         error: of this rank.
         channel: of the epoch.
         steps: that close its wires.
-        last: what follows once it is known why.
+        last: what follows once it is known why, which these are given.
 
     Raises:
         RefitError: why another rank gave up first, if the error only follows from that.
@@ -440,7 +464,8 @@ def _give_up(
     causes = [error]
     asking = partial(_add_cause, causes, channel)
     try:
-        end_all([partial(channel.give_up, error), *steps, asking, *last], error)
+        following = [partial(_with_cause, causes, step) for step in last]
+        end_all([partial(channel.give_up, error), *steps, asking, *following], error)
         if causes[-1] is not error:
             raise causes[-1] from error
     finally:
@@ -450,6 +475,10 @@ def _give_up(
 
 def _add_cause(causes: list[BaseException], channel: Channel) -> None:
     causes.append(channel.cause_of(causes[0]))
+
+
+def _with_cause(causes: Sequence[BaseException], step: Callable[[BaseException], object]) -> None:
+    step(causes[-1])
 
 
 def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:

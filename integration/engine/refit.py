@@ -6,6 +6,7 @@ Bulk weights go shard to shard. All others go over the packed broadcast: gathere
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,12 +29,20 @@ from ..quantize.formats import Format
 from ..records.clock import StageClock
 from ..transport import ONE_SIDED, TransferResult, choose
 from ..transport.streams import working_on
-from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of, rewritten
+from ..weights.endpoints import (
+    WeightDestination,
+    WeightSource,
+    gives_memory_back,
+    holdings_of,
+    prepares_alone,
+    rewritten,
+)
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
 from ..weights.packing_experts import scales_of_packed
 from ..weights.routing import warn_of_misc
 from ..weights.scale_watch import ScaleWatch
+from ..weights.source_thread import SourceThread
 from .agreement import (
     AgreedFragments,
     agree_on_digest,
@@ -46,6 +55,8 @@ from .agreement import (
 from .bulk import BulkPath
 from .refusals import refused_on_engine
 from .shared_scales import CutSlots, SharedScales
+
+logger = logging.getLogger(__name__)
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
 _MOST_URGENT_BYTES = 128 << 20
@@ -117,6 +128,9 @@ class RefitEngine:
         self._misc: PackedBroadcast | None = None
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
+        self._source_thread: SourceThread | None = None
+        # What a refit under way has not drawn yet of the export; None if there is none.
+        self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         """Learn what exists on all ranks and agree on it.
@@ -312,14 +326,30 @@ class RefitEngine:
             return 0
         return DENSE if moved else self._bulk.lost()
 
+    def prepare_source(self) -> None:
+        """Trainer ranks: finish the weights, before any rank sends.
+
+        Raises:
+            RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
+        """
+        prepare = cast(WeightSource, self._endpoint).prepare
+        if self._waits_on_host and not prepares_alone(self._endpoint):
+            self._thread.run(prepare, "export")
+        else:
+            prepare()
+
     def send_weights(self, version: int, clock: StageClock) -> Moved:
         """Trainer ranks: send all weights once."""
         source, misc = cast(WeightSource, self._endpoint), self._open_misc
+        if self._misc_names:
+            self._undrawn = source.export(self._misc_names)
 
         def send_misc() -> None:
-            if self._misc_names:
+            if self._undrawn is not None:
                 with self._beside_bulk():
-                    misc.send(source.export(self._misc_names), clock)
+                    drawn = self._thread.draw(self._undrawn) if self._waits_on_host else self._undrawn
+                    misc.send(drawn, clock)
+                self._undrawn = None
 
         if self._shared_scales is not None:
             with clock.stage("export"):
@@ -327,6 +357,33 @@ class RefitEngine:
         bulk = self._run(clock, send_misc)
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
         return _moved(bulk, sends_misc, bulk.verified_bytes)
+
+    def draw_rest(self, ended_by: int) -> None:
+        """Trainer ranks, after a refit that failed: draw what is left of its export, so that none stays in a collective.
+
+        All trainer ranks do, unless one failed in the export itself; the others can't draw on then, and give up here.
+
+        Args:
+            ended_by: refit rank that is to blame for the end, or -1.
+        """
+        undrawn, self._undrawn = self._undrawn, None
+        if undrawn is None or (self._source_thread is not None and self._source_thread.left):
+            return
+        if not self._waits_on_host and ended_by < self.world.train_ranks:
+            # A GPU would wait for a trainer rank that has gone, and all that is queued behind.
+            return
+        try:
+            for _ in self._thread.draw(undrawn, self.channel.timeout_s):
+                pass
+        except Exception as error:
+            logger.warning(
+                "%s could not draw its export to the end, so the trainer's ranks may be out of step: %s: %s",
+                self.world.describe(self.world.rank),
+                type(error).__name__,
+                error,
+            )
+        finally:
+            self._thread.close()
 
     def receive_weights(self, version: int, clock: StageClock) -> Moved:
         """Generation ranks: receive all weights once, into live storage or the engine's loader."""
@@ -342,6 +399,23 @@ class RefitEngine:
                 self._scales.look()
         verified = bulk.verified_bytes + misc.verified_bytes
         return _moved(bulk, misc.nbytes, verified)
+
+    @property
+    def _waits_on_host(self) -> bool:
+        """Whether collectives of the trainer's hold the thread up that makes them: a GPU's are only queued."""
+        return self._endpoint.device.type == "cpu"
+
+    @property
+    def _thread(self) -> SourceThread:
+        if self._source_thread is None:
+            self._source_thread = SourceThread(
+                self._endpoint.device,
+                self.channel.timeout_s,
+                self.world.rank,
+                self.world.train_ranks,
+                self.channel.check_abort,
+            )
+        return self._source_thread
 
     def _run(self, clock: StageClock, move_misc: Callable[[], None]) -> TransferResult:
         if self.way.all_misc:
@@ -394,6 +468,8 @@ class RefitEngine:
         """Close communicators and free buffers; safe to call twice. ``failed``: peers may be gone."""
         opened = (self._bulk, self._shared_scales, self._misc)
         self._bulk = self._shared_scales = self._misc = None
+        if self._source_thread is not None:
+            self._source_thread.close()
         end_all(partial(one.close, failed=failed) for one in opened if one is not None)
 
     @property

@@ -34,7 +34,8 @@ class WeightSource(Protocol):
 
     def prepare(self) -> None:
         """Called before each refit, and at the end of each step that is recorded: finish what still has to write the parameters
-        (a delayed gather, say)."""
+        (a delayed gather, say), and refuse what can't be sent. A collective of all trainer ranks, unless :class:`PreparesAlone`
+        says otherwise. Nobody writes to an engine before all trainer ranks have returned from it."""
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
@@ -98,6 +99,23 @@ def gives_memory_back(endpoint: object) -> bool | None:
     """As the endpoint says; None if it does not say: then engines keep their memory, and trainers do unless they share their GPU
     with an engine that reads it."""
     return endpoint.gives_memory_back if isinstance(endpoint, GivesMemoryBack) else None
+
+
+@runtime_checkable
+class PreparesAlone(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` to say that its :meth:`WeightSource.prepare` waits for no other rank.
+
+    It is then prepared before the ranks meet over a version, so that one meeting is enough.
+    """
+
+    @property
+    def prepares_alone(self) -> bool:
+        """Whether it does at present."""
+
+
+def prepares_alone(endpoint: object) -> bool:
+    """As the endpoint says; one that does not say may wait for others."""
+    return isinstance(endpoint, PreparesAlone) and endpoint.prepares_alone
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from ..packing import Cast
 from ..quantize import mxfp4
 from ..quantize.four_bits import Packer, PackJob, make_packer
 from ..quantize.mxfp4_table import MXFP4
-from .endpoints import WeightSource, gives_memory_back
+from .endpoints import WeightSource, gives_memory_back, prepares_alone
 from .manifest import TensorSpec, dtype_name
 
 _ENDS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -121,6 +121,10 @@ class ExpertPackingSource:
     @property
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._source)
+
+    @property
+    def prepares_alone(self) -> bool:
+        return prepares_alone(self._source)
 
     def specs(self) -> list[TensorSpec]:
         return self._specs

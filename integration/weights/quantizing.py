@@ -14,7 +14,7 @@ from ..quantize import blocks, nvfp4
 from ..quantize.formats import Codes, Format, Scales, WholeBlocks, part_head
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
-from .endpoints import HoldsQuantized, WeightSource, gives_memory_back
+from .endpoints import HoldsQuantized, WeightSource, gives_memory_back, prepares_alone
 from .manifest import TensorSpec, dtype_name
 
 # In the reason of a weight that takes the misc path for it.
@@ -153,6 +153,10 @@ class QuantizingSource:
     @property
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._source)
+
+    @property
+    def prepares_alone(self) -> bool:
+        return prepares_alone(self._source)
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, told = self._source.fragments()

@@ -177,6 +177,11 @@ class BenchSource:
     def prepare(self) -> None:
         """Nothing writes these parameters between two refits but :meth:`advance`."""
 
+    @property
+    def prepares_alone(self) -> bool:
+        """As trainers without adapters do."""
+        return True
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             held = self.storage.by_name.get(name)

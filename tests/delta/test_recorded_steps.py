@@ -64,6 +64,7 @@ class Casting(Source):
 class Delaying(Source):
     """One that completes its weights late, as Megatron does with overlap_param_gather."""
 
+    prepares_alone = False
     late: tuple[int, ...] = ()
 
     def set_version(self, version: int) -> None:

@@ -22,6 +22,7 @@ from tests.refit.synthetic import (
     Layout,
     SyntheticDestination,
     SyntheticSource,
+    ended,
     refit_changed,
     run_world,
     value_of,
@@ -217,6 +218,35 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
     assert f"first at [{row}:{row + height}, {column}:{column + width}]" in str(found[0])
     for state in states.values():
         assert (state.version, state.dirty) == (1, True)
+
+
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
+def test_codes_and_scales_are_what_they_were_after_a_trainer_rank_refused_and_the_next_epoch_refits(
+    engine: str,
+) -> None:
+    formats: dict[str, Format] = {spec.name: FP8 for spec in QUANTIZED}
+    trainers, engines = sources(), wanted(formats, by_rows if engine == "nccl_xfer" else whole)
+    states = {2: ServingState(), 3: ServingState()}
+
+    def refuse() -> None:
+        del trainers[1].prepare
+        raise RefitError("no weights today", stage="export")
+
+    def refused(rank: int, session: RefitSession, end: Any) -> Any:
+        wrong = refit_changed(session, end, 1)[1]
+        if rank == 1:
+            end.prepare = refuse
+        return wrong, ended(session, 2)
+
+    results = run_world(trainers, engines, refused, config(), engine, states)
+    assert [error.blamed for _, error in results if isinstance(error, PeerLost)] == [1] * 3
+    assert [(state.version, state.dirty) for state in states.values()] == [(1, False)] * 2
+    assert [one.wrong(1) for one in engines] == [[], []]
+
+    def again(rank: int, session: RefitSession, end: Any) -> Any:
+        return [refit_changed(session, end, version)[1] for version in (2, 3)]
+
+    assert run_world(trainers, engines, again, config(), engine, states) == [[[], []]] * 4
 
 
 def fp32_sources() -> list[SyntheticSource]:

@@ -30,6 +30,8 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
 class SyntheticSource:
     """A trainer rank that holds the given boxes, of weights that may be seen by axes; every view is strided."""
 
+    prepares_alone = True
+
     def __init__(
         self,
         specs: Sequence[TensorSpec],

@@ -1,171 +1,151 @@
-"""Weights that an engine could be written of in place, and that take the misc path all the same."""
+"""A trainer rank that can't send its weights: nobody writes, no engine is dirty, and the next epoch refits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import threading
+import time
 from typing import Any
 
 import pytest
-import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.engine.refusals import refused_on_engine
-from rlrefit.integration.layout import Axes, Fragment, box_of
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
-from rlrefit.integration.session import RefitSession
-from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.integration.weights.quantizing import QuantizingSource, wire_specs
+from rlrefit.integration.errors import PeerLost, RefitError
+from rlrefit.integration.session import RefitSession, ServingState
 
-from .synthetic import BF16, Layout, SyntheticDestination, SyntheticSource, run_world, value_of, whole
+from .synthetic import SyntheticSource, ended, move, refit_changed, run_world, world
 
-CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p")
-WEIGHT = TensorSpec("weight", (256, 256), BF16)
-TURNED = Axes(((256,), (256,)), (1, 0))
-ALTERNATING = Axes(((128, 2), (256,)), (1, 0, 2))
+ENGINES = (2, 3)
 
 
-class Coded(SyntheticDestination):
-    """An engine rank that holds the weight as codes and scales, and its own loader as the rest takes them."""
+def refusing(source: Any, refuses: Any) -> None:
+    """Have the source refuse its next preparation."""
 
-    def __init__(self, format: Format, axes: Axes | None = None, refused: Sequence[str] = ()):
-        self._format, self._refused = format, refused
-        wire = wire_specs(WEIGHT, format)
-        layout: Layout = whole(wire) if axes is None else whole(wire) | {"weight": [box_of(axes.shape)]}
-        super().__init__(wire, layout, axes={} if axes is None else {"weight": axes})
+    def prepare() -> None:
+        del source.prepare
+        raise refuses
 
-    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
-        return {"weight": self._format}
-
-    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
-        found, _ = super().fragments(specs)
-        return [f for f in found if f.name not in self._refused], dict.fromkeys(
-            self._refused, "its kernel's order"
-        )
-
-    def poison(self) -> None:
-        for storage in self._wanted.values():
-            storage.view(torch.uint8).fill_(0x7F)
-
-    def wrong(self, version: int) -> list[str]:
-        """What is not, bit for bit, what the whole weight is quantized to."""
-        found = []
-        for (name, box), held in self._wanted.items():
-            full = dict(zip(self._specs, self._format.encode(value_of(WEIGHT, version)), strict=True))[name]
-            seen = full.view(torch.uint8) if full.itemsize == 1 else full
-            seen = self._axes[name].see(seen) if name in self._axes else seen
-            if not torch.equal(held.contiguous().view(torch.uint8), seen.contiguous().view(torch.uint8)):
-                found.append(f"{name} {box}")
-        return found
+    source.prepare = prepare
 
 
-def refits(config: RefitConfig, sources: list[Any], engines: list[Any]) -> dict[str, str]:
-    """Three refits, all of them right on all engines; the routes that they took."""
+@pytest.mark.parametrize("moved", [False, True], ids=["in place", "moved"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "together"])
+@pytest.mark.parametrize(
+    ("engine", "fields"),
+    [
+        ("nccl_xfer", {"transport": "p2p"}),
+        ("nccl_xfer", {"transport": "golden"}),
+        ("nccl_xfer", {"transport": "p2p", "delta": "always"}),
+        ("colocated_ipc", {"transport": "p2p"}),
+        ("packed_broadcast", {}),
+    ],
+    ids=["p2p", "golden", "delta", "colocated buckets", "broadcast"],
+)
+def test_engines_serve_on_what_they_have_after_a_trainer_rank_refused_and_the_next_epoch_refits(
+    engine: str, fields: dict[str, Any], alone: bool, moved: bool
+) -> None:
+    sources, destinations = world(2)
+    for source in sources:
+        source.prepares_alone = alone
+    states = {rank: ServingState() for rank in ENGINES}
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", **fields)
+
+    def refused(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refit_changed(session, endpoint, 1)
+        if rank == 1:
+            refusing(endpoint, RefitError("no weights today", stage="export"))
+        if session.world.is_source:
+            endpoint.set_version(2)
+            if moved:
+                move(endpoint)
+        start = time.monotonic()
+        error = ended(session, 2)
+        return error, time.monotonic() - start
+
+    results = run_world(sources, destinations, refused, config, engine, states)
+    own, *others = [results[rank][0] for rank in (1, 0, *ENGINES)]
+    assert (type(own), own.stage) == (RefitError, "export")
+    assert [(type(error), error.blamed) for error in others] == [(PeerLost, 1)] * 3
+    assert all(seconds < 5 for _, seconds in results)
+    for rank, destination in zip(ENGINES, destinations, strict=True):
+        states[rank].require_clean()
+        assert (states[rank].version, destination.wrong(1), destination.finished) == (1, [], [1])
+
+    def again(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        return [refit_changed(session, endpoint, version)[1] for version in (2, 3)]
+
+    assert run_world(sources, destinations, again, config, engine, states)[2:] == [[[], []]] * 2
+    assert [state.version for state in states.values()] == [3, 3]
+
+
+def test_an_engine_that_was_dirty_before_a_trainer_rank_refused_stays_so() -> None:
+    sources, destinations = world(2)
+    states = {rank: ServingState() for rank in ENGINES}
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        for version in (1, 2, 3):
-            if session.world.is_source:
-                endpoint.set_version(version)
-            elif config.delta == "off":
-                endpoint.poison()
-            session.refit(version)
-            assert session.world.is_source or endpoint.wrong(version) == []
-        return {entry.spec.name: entry.route for entry in session.manifest}
+        if rank == ENGINES[0]:
+            session.state.mark_dirty(7)
+        if rank == 0:
+            refusing(endpoint, ValueError("no weights"))
+        return ended(session, 8)
 
-    results = run_world(sources, engines, body, config)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return dict(results[0])
+    results = run_world(sources, destinations, body, states=states)
+    assert isinstance(results[0], ValueError)
+    assert [(type(error), error.blamed) for error in results[1:]] == [(PeerLost, 0)] * 3
+    assert [states[rank].dirty_since for rank in ENGINES] == [7, None]
 
 
-@pytest.mark.parametrize("axes", [TURNED, ALTERNATING], ids=["turned", "alternating"])
-@pytest.mark.parametrize("format", [Fp8Blockwise(), Mxfp8()], ids=lambda format: format.kind)
-@pytest.mark.parametrize("side", ["trainer", "engine"])
-def test_blocks_are_those_of_the_whole_weight_where_a_side_has_its_elements_in_another_order(
-    side: str, format: Format, axes: Axes
-) -> None:
-    on_trainer = side == "trainer"
-    source = SyntheticSource(
-        [WEIGHT],
-        {"weight": [box_of(axes.shape if on_trainer else WEIGHT.shape)]},
-        axes={"weight": axes} if on_trainer else {},
-    )
-    routes = refits(
-        replace(CONFIG, trainer_quantize_fp8=True), [source], [Coded(format, None if on_trainer else axes)]
-    )
-    assert {*routes.values()} == {"misc"}
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "together"])
+def test_all_trainer_ranks_are_prepared_before_any_rank_writes(alone: bool) -> None:
+    sources, destinations = world(1)
+    prepared: list[int] = []
+    seen: list[int] = []
+
+    class Slow(SyntheticSource):
+        prepares_alone = alone
+
+        def prepare(self) -> None:
+            time.sleep(0.1)
+            prepared.append(self.version)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if session.world.is_source:
+            send = session.engine.send_weights
+            session.engine.send_weights = lambda *args: (seen.append(len(prepared)), send(*args))[1]  # type: ignore[method-assign]
+        return [refit_changed(session, endpoint, version)[1] for version in (1, 2)]
+
+    sources[1].__class__ = Slow
+    sources[1].prepares_alone = alone
+    assert run_world(sources, destinations, body)[2] == [[], []]
+    assert prepared == [1, 2]
+    assert sorted(seen) == [1, 1, 2, 2]
 
 
-def test_scales_of_blocks_that_trainers_cut_are_made_where_the_engine_loads_the_codes_itself() -> None:
-    held: list[Layout] = [{"weight": [(rows, (0, 256))]} for rows in ((0, 70), (70, 256))]
-    engine = Coded(Fp8Blockwise(), refused=["weight"])
-    routes = refits(
-        replace(CONFIG, trainer_quantize_fp8=True), [SyntheticSource([WEIGHT], one) for one in held], [engine]
-    )
-    assert {*routes.values()} == {"misc"}
+def test_an_engine_that_fails_lets_trainer_ranks_draw_their_exports_to_the_end() -> None:
+    sources, destinations = world(1)
+    drawn: dict[int, list[str]] = {0: [], 1: []}
+    together = threading.Barrier(2)
 
+    def fail(weights: Any) -> None:
+        next(iter(weights))
+        raise ValueError("the loader does not like it")
 
-def test_reasons_that_a_trainer_keeps_are_left_as_they_are() -> None:
-    source = SyntheticSource([WEIGHT], {"weight": [((0, 256), (0, 40))]}, {"router": "MoE router"})
-    _, refused = QuantizingSource(source, {"weight": Mxfp8()}).fragments()
-    assert refused.keys() == {"router", "weight", "weight_scale"}
-    assert source.refused == {"router": "MoE router"}
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if session.world.is_source:
+            export = endpoint.export
 
+            def exported(names: Any) -> Any:
+                for name, weight in export(names):
+                    together.wait(20)  # as a collective of both
+                    drawn[rank].append(name)
+                    yield name, weight
 
-TIED = [
-    TensorSpec("embedding", (64, 32), BF16),
-    TensorSpec("head", (64, 32), BF16),
-    TensorSpec("norm", (32,), BF16),
-]
+            endpoint.export = exported
+        else:
+            endpoint.load_weights = fail
+        return ended(session, 1)
 
-
-class Tied(SyntheticDestination):
-    """An engine rank whose head lies in its embedding's memory."""
-
-    def __init__(self) -> None:
-        super().__init__(TIED, whole(TIED))
-        embedding, head = (("embedding", box_of((64, 32))), ("head", box_of((64, 32))))
-        self._wanted[head] = self._wanted[embedding]
-
-    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        return {}
-
-    def wrong(self, version: int) -> list[str]:
-        """As its loader leaves them, which has got the head last."""
-        return [one for one in super().wrong(version) if "embedding" not in one]
-
-
-@pytest.mark.parametrize("verify", ["off", "sampled"])
-@pytest.mark.parametrize("delta", ["off", "always"])
-def test_names_that_share_memory_are_left_to_the_engines_loader(delta: str, verify: str) -> None:
-    config = replace(CONFIG, delta=delta, verify=verify)
-    routes = refits(config, [SyntheticSource(TIED, whole(TIED))], [Tied()])
-    assert routes == {"embedding": "misc", "head": "misc", "norm": "bulk"}
-
-
-def test_views_that_lie_between_each_other_share_nothing_and_those_that_meet_are_named() -> None:
-    memory = torch.zeros(8, 4)
-
-    def fragment(name: str, view: torch.Tensor) -> Fragment:
-        return Fragment(name, tuple(view.shape), box_of(view.shape), view)
-
-    apart = [
-        fragment("gate", memory[:, ::2]),
-        fragment("up", memory[:, 1::2]),
-        fragment("none", memory[:0]),
-        fragment("other", torch.zeros(3)),
-    ]
-    assert refused_on_engine(apart, {}, {}) == {}
-    meeting = [
-        fragment("upper", memory[:5]),
-        fragment("lower", memory[4:]),
-        fragment("up again", memory[:, 1::2]),
-    ]
-    assert refused_on_engine([*apart, *meeting], {"none": "why"}, {}).keys() == {
-        "none",
-        "upper",
-        "lower",
-        "up",
-        "up again",
-    }
+    results = run_world(sources, destinations, body, engine="packed_broadcast")
+    assert [(type(error), error.blamed) for error in results[:2]] == [(PeerLost, 2)] * 2
+    assert isinstance(results[2], ValueError)
+    names = [spec.name for spec in sources[0].specs()]
+    assert drawn == {0: names, 1: names}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
+from collections.abc import Iterator
 
-from rlrefit.integration.comm.waiting import wait_until
-from rlrefit.integration.errors import PeerLost, RefitTimeout
+import pytest
+import torch
+
+from rlrefit.integration.comm.waiting import ends_within, wait_until
+from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
+from rlrefit.integration.weights.source_thread import SourceThread, require_in_step
 
 
 def late() -> RefitTimeout:
@@ -26,3 +32,75 @@ def test_where_nobody_gave_up_the_wait_ends_with_its_own_error() -> None:
     with pytest.raises(RefitTimeout):
         wait_until(lambda: False, 0.05, "misc", looked.append, late)
     assert looked == ["misc"]
+
+
+def test_a_call_of_a_source_that_waits_for_ever_is_left_in_time_and_its_process_refits_no_more() -> None:
+    waits = threading.Event()
+
+    def gather() -> None:
+        waits.wait(20)
+        raise ConnectionResetError("the group ended")
+
+    thread = SourceThread(torch.device("cpu"), 0.3, 1, 2, lambda stage: None)
+    with pytest.raises(RefitTimeout) as late:
+        thread.run(gather, "export")
+    assert (late.value.stage, late.value.rank, thread.left) == ("export", 1, True)
+    with pytest.raises(RefitError) as refused:
+        require_in_step(1)
+    assert (refused.value.stage, refused.value.rank) == ("export", 1)
+    waits.set()
+    # Its group is broken then, which every later collective tells by itself.
+    assert ends_within(lambda: _in_step(1), 5)
+
+
+@pytest.mark.parametrize(("blamed", "goes_on"), [(2, True), (0, False), (-1, False)])
+def test_a_call_of_a_source_goes_on_after_the_end_of_an_engine_and_not_for_long_after_a_trainers(
+    blamed: int, goes_on: bool
+) -> None:
+    def ended(stage: str) -> None:
+        raise PeerLost("a rank is lost", stage=stage, rank=1, blamed=blamed)
+
+    def gather() -> str:
+        if not waits.wait(1.5 if goes_on else 20):
+            return "all of it"
+        raise ConnectionResetError("the group ended")
+
+    waits = threading.Event()
+    thread = SourceThread(torch.device("cpu"), 2.0, 1, 2, ended)
+    start = time.monotonic()
+    if goes_on:
+        assert thread.run(gather, "export") == "all of it"
+    else:
+        with pytest.raises(PeerLost) as lost:
+            thread.run(gather, "export")
+        assert lost.value.blamed == blamed
+        assert time.monotonic() - start < 2
+    waits.set()
+    assert ends_within(lambda: _in_step(1), 5)
+
+
+def test_a_source_runs_in_the_callers_modes_and_its_errors_are_its_own() -> None:
+    thread = SourceThread(torch.device("cpu"), 5.0, 0, 1, lambda stage: None)
+    with torch.no_grad():
+        assert not thread.run(torch.is_grad_enabled, "export")
+    with torch.inference_mode():
+        assert thread.run(torch.is_inference_mode_enabled, "export")
+    assert thread.run(torch.is_grad_enabled, "export")
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(1)
+        raise ValueError("no more")
+
+    drawn = thread.draw(weights())
+    assert next(drawn)[0] == "a"
+    with pytest.raises(ValueError, match="no more"):
+        next(drawn)
+    thread.close()
+
+
+def _in_step(rank: int) -> bool:
+    try:
+        require_in_step(rank)
+    except RefitError:
+        return False
+    return True

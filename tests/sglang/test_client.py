@@ -89,15 +89,23 @@ def test_a_mode_that_sglang_does_not_have_and_a_trainer_that_was_not_met_are_ref
 
 def test_a_refit_that_fails_before_a_byte_leaves_the_server_running(scene: Scene) -> None:
     scene.refit(0, 1)
+    [before] = scene.client.records()
     sending = scene.pool.submit(scene.session.refit, 7)
     with pytest.raises(RefitMismatch, match="as it was") as failed:
         scene.client.refit(1)
+    [told] = scene.client.records()
+    attempt = told.pop("failed_attempt")
+    assert (told, told["version"]) == (before, 0)
+    assert (attempt["version"], attempt["type"]) == (1, "RefitMismatch")
+    assert (attempt["stage"], attempt["rank"]) == (failed.value.stage, failed.value.rank)
+    assert attempt["text"] in str(failed.value)
     assert isinstance(sending.exception(), RefitMismatch)
     assert failed.value.stage.startswith("begin")
     assert not scene.driven.manager.paused
     scene.client.require_servable()
     scene.meet()
     scene.refit(1, 0)
+    assert [told["version"] for told in scene.client.records() if "failed_attempt" not in told] == [1]
 
 
 def test_a_refit_that_fails_after_a_byte_leaves_the_server_paused_until_the_next_one(

@@ -263,6 +263,33 @@ def test_a_refit_that_fails_before_a_byte_leaves_the_server_running_if_all_worke
     served.refit_with(0)
 
 
+def test_a_trainer_rank_that_refuses_leaves_the_server_serving_what_it_has_and_its_record_tells(
+    served: Served,
+):
+    served.refit_with(1)
+    assert "failed_attempt" not in served.client.records()[0]
+    tokens = served.complete(LONG_PROMPT)
+    served.trainers.do("refuse_next", MODEL)
+    sending = served.trainers.start("refit", MODEL, 0, served.version + 1)
+    with pytest.raises(PeerLost, match="as it was") as failed:
+        served.client.refit(served.version + 1)
+    assert (failed.value.blamed, len(sending.result())) == (1, RANKS)
+    assert not served.paused
+    assert served.client.version == served.version
+    assert served.probe("refit_parameter_digests") == served.digests[1]
+    assert served.complete(LONG_PROMPT) == tokens
+    for client in (served.client, RefitClient(served.url)):
+        [told] = client.records()
+        attempt = told["failed_attempt"]
+        assert (told["version"], attempt["version"]) == (served.version, served.version + 1)
+        assert (attempt["type"], attempt["blamed"], attempt["rank"]) == ("PeerLost", 1, RANKS)
+        assert attempt["stage"] == failed.value.stage
+        assert attempt["text"] in str(failed.value)
+    served.meet()
+    served.refit_with(0)
+    assert "failed_attempt" not in served.client.records()[0]
+
+
 def test_a_refit_that_fails_after_a_byte_leaves_the_server_paused_until_the_next_one(served: Served):
     served.probe("probe_fail_next")
     with pytest.raises(PeerLost, match=r"stays paused.*join_refit") as failed:

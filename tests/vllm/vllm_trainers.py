@@ -98,6 +98,19 @@ class _Trainer:
         except RefitError as error:
             return f"{type(error).__name__}: {error}"
 
+    def refuse_next(self, model: str) -> None:
+        """Have rank 1 alone refuse to send its weights in the next refit."""
+        from rlrefit.integration.errors import RefitError
+
+        source = self._workers[model]._prepared_source()
+
+        def refuse() -> None:
+            del source.prepare
+            raise RefitError("no weights today", stage="export")
+
+        if self._rank == 1:
+            source.prepare = refuse
+
     def log_probs(self, model: str, index: int, contexts: Sequence[Sequence[int]]) -> list[list[float]]:
         """What the weights of checkpoint ``index`` give each token but the first of every context."""
         import torch

@@ -101,6 +101,16 @@ class RefitClient:
                 )
             raise extended(error, state) from error
 
+    def records(self) -> list[dict[str, Any]]:
+        """What each worker tells of the last refit, whoever asked for it; of vLLM's data-parallel replicas the first one's.
+
+        Returns:
+            Of each the fields of its record of the last refit that committed; none before it. If a later one failed, also
+            ``failed_attempt``: the ``version`` that was asked for, and of the error ``type`` and ``text``, and if it is rlrefit's ``stage``,
+            ``rank``, ``parameter`` and ``blamed``.
+        """
+        return self._engine.records()
+
     def close_refit(self) -> None:
         """End the epoch on all workers."""
         self._engine.close_refit()

@@ -26,6 +26,7 @@ from ...integration.weights.endpoints import (
     WeightSource,
     Writes,
     gives_memory_back,
+    prepares_alone,
     rewritten,
     writes_by,
 )
@@ -194,6 +195,10 @@ class KvScaleSource:
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._weights)
 
+    @property
+    def prepares_alone(self) -> bool:
+        return prepares_alone(self._weights)
+
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; of nothing if the trainer's own does not count."""
         return writes_by(self._weights)
@@ -251,6 +256,10 @@ class KvScaleDestination:
     @property
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._weights)
+
+    @property
+    def prepares_alone(self) -> bool:
+        return prepares_alone(self._weights)
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         return rewritten(self._weights, specs)

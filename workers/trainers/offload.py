@@ -75,10 +75,14 @@ class Residence:
         Raises:
             RefitError: as of :meth:`require_gathered`.
         """
-        for chunk in self._model:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-                self.require_gathered(chunk)
-                chunk.start_param_sync(force_sync=True)
+        for chunk in filter(_delays_gathers, self._model):
+            self.require_gathered(chunk)
+            chunk.start_param_sync(force_sync=True)
+
+    @property
+    def delays_gathers(self) -> bool:
+        """Whether :meth:`finish_gathers` is a collective of the data-parallel ranks."""
+        return any(map(_delays_gathers, self._model))
 
     def require_gathered(self, chunk: Any) -> None:
         """Check that a delayed gather of parameters can still be done.
@@ -201,6 +205,10 @@ class _OnDevice(list[Any]):
                 yield task
             else:
                 yield _with_weight(task, weight.detach().to(self._device))
+
+
+def _delays_gathers(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False))
 
 
 def _buffers(chunk: Any) -> list[Any]:

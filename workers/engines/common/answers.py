@@ -39,7 +39,7 @@ def answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return failure(error)
 
 
-def failure(error: Exception) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, Any]:
     """An error as plain data under :data:`REFIT_ERROR`."""
     described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, RefitError):

@@ -11,6 +11,7 @@ from ....integration.session import RefitSession, ServingState
 from ....integration.weights.endpoints import WeightDestination
 from ...kv_scales.endpoints import KvScaleDestination, ScaledCache
 from ...trainers.source_mixin import describe_manifest, require_joined
+from .answers import REFIT_ERROR, failure
 from .guard import WeightsGuard
 
 
@@ -27,6 +28,8 @@ class DestinationRefitMixin:
     brings_adapter = False
     _refit_session: RefitSession | None = None
     _refit_state: ServingState | None = None
+    _refit_last: dict[str, Any] | None = None
+    _refit_failed: dict[str, Any] | None = None
 
     def _make_refit_destination(self) -> WeightDestination:
         raise TypeError(
@@ -117,6 +120,24 @@ class DestinationRefitMixin:
             RuntimeError: ``join_refit`` was not called.
             RefitError: the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
         """
+        try:
+            self._refit_last = self._refitted(version)
+        except BaseException as error:  # an interrupt, too
+            self._refit_failed = {"version": version, **failure(error)[REFIT_ERROR]}
+            raise
+        self._refit_failed = None
+        return self._refit_last
+
+    def refit_record(self) -> dict[str, Any]:
+        """This rank's record of the last refit that committed, as plain data; empty before it.
+
+        If a refit was asked for since and failed, ``failed_attempt`` beside it has the ``version`` that was asked for, and of the error
+        ``type``, ``text``, ``stage``, ``rank``, ``parameter`` and ``blamed``; of an error that is not rlrefit's the first two alone.
+        """
+        failed = {} if self._refit_failed is None else {"failed_attempt": self._refit_failed}
+        return {**(self._refit_last or {}), **failed}
+
+    def _refitted(self, version: int) -> dict[str, Any]:
         if self.guard is not None:
             try:
                 self.guard.require_awake()

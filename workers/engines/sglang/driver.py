@@ -77,6 +77,11 @@ class SglangRefit:
             )
         return int(found.pop())
 
+    def records(self) -> list[dict[str, Any]]:
+        """What each worker tells of the last refit shard to shard: its record, and ``failed_attempt`` if a later one failed
+        (:meth:`~..common.destination_mixin.DestinationRefitMixin.refit_record`)."""
+        return self.calls.ask("refit_record")
+
     def weight_version(self) -> str:
         """The version as text, which SGLang reports with each output (``meta_info["weight_version"]``)."""
         return str(self.calls.step("weight_version").value)

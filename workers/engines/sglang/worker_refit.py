@@ -30,6 +30,7 @@ COMMANDS = frozenset(
         "refit",
         "close",
         "serving_version",
+        "refit_record",
         "kv_scales",
         "formats",
         "begin",

@@ -68,8 +68,9 @@ class VllmRefitExtension(Refitted):
 
     @answered
     def refit_record(self) -> dict[str, Any]:
-        """This rank's record of the last ``update_weights``; empty before it."""
-        return self._refit.record
+        """This rank's record of the last refit that committed, and ``failed_attempt`` if a later one failed
+        (:meth:`~..common.destination_mixin.DestinationRefitMixin.refit_record`)."""
+        return self._refit.refit_record()
 
     @answered
     def refit_caches_dropped(self, version: int) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class VllmServer:
             sent = True
             self._post("/update_weights", {"update_info": {"version": version}}, self._limit_s)
             self._post("/finish_weight_update")
-            records = self._rpc("refit_record")
+            records = self.records()
             self._post("/resume")
         except RefitError as error:
             whole = earlier is None and self._holds_older(version, sent)
@@ -152,6 +152,10 @@ class VllmServer:
             raise
         self.unusable = None
         return records
+
+    def records(self) -> list[dict[str, Any]]:
+        """What each worker tells of the last refit; of data-parallel replicas the first one's."""
+        return self._rpc("refit_record")
 
     def close_refit(self) -> None:
         """End the epoch on all workers."""

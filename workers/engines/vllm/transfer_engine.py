@@ -115,13 +115,13 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         if not self._updating:
             raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
         try:
-            refit.record = refit.refit(info.version)
+            record = refit.refit(info.version)
         except Exception:
             # Over, so that a new epoch can start; the guard keeps what was written in part from being served.
             self._updating = False
             raise
         self._committed += 1
-        return refit.record
+        return record
 
     def finish(self, worker: Any) -> dict[str, Any]:
         """Close the update; returns the version that is served."""

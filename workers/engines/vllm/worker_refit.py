@@ -29,14 +29,10 @@ class WorkerRefit(DestinationRefitMixin):
 
     Args:
         worker: vLLM's worker, with its model loaded.
-
-    Attributes:
-        record: of the last refit by vLLM's own calls, which return nothing to their caller; empty before it.
     """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.record: dict[str, Any] = {}
         self._scaled_cache: VllmScaledCache | None = None
         self.guard = guard_worker(worker, self.refit_state)
 

@@ -108,8 +108,12 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
                 self._refit.join_refit(order.meeting, order.rank, order.config)
             record = RefitRecord(**self._refit.refit(order.version))
         except Exception:
+            state = self._refit.refit_state
             logger.exception(
-                "the refit failed on this worker, which holds no whole weights until the next one"
+                "the refit failed on this worker, which %s",
+                "holds no whole weights until the next one"
+                if state.dirty
+                else f"holds version {state.version} as before",
             )
             return
         if order.records_dir is not None:

@@ -86,6 +86,11 @@ class AdapterSource:
                 stage="export",
             )
 
+    @property
+    def prepares_alone(self) -> bool:
+        """Always: nothing is gathered before the export."""
+        return True
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
         for name, _, dtype in self._specs:

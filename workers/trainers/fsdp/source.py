@@ -99,6 +99,11 @@ class FSDPSource:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
         self._merged.refresh(self._require_ready)
 
+    @property
+    def prepares_alone(self) -> bool:
+        """Unless factors of adapters have to be gathered."""
+        return self._adapters is None
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
         if wanted != self._chosen[0]:

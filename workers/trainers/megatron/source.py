@@ -145,6 +145,11 @@ class MegatronSource:
             self._follow_parameters()
             self._merged.refresh(self._residence.tasks(self._tasks))
 
+    @property
+    def prepares_alone(self) -> bool:
+        """Unless factors of adapters have to be gathered, or what the optimizer left to the next forward pass."""
+        return self._merged is None and not self._residence.delays_gathers
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
         if wanted != self._chosen[0]:
