@@ -25,6 +25,7 @@ class Case:
     layout: dict[str, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     kl_coef: float = 0.0
+    micro_batch: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,7 +46,7 @@ def make_policy(case: Case) -> Any:
         FSDPLayout(**case.layout),
         loss=scenes.loss_config(case.kl_coef),
         optimizer=scenes.ADAM,
-        micro_batch=1,
+        micro_batch=case.micro_batch,
         temperature=scenes.TEMPERATURE,
         dtype=case.dtype,
         max_skipped_steps=scenes.MOST_SKIPPED,
