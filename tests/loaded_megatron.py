@@ -32,5 +32,7 @@ _load_from_bytes = torch.storage._load_from_bytes
 cpu_standins.ensure_megatron()
 # Megatron puts a function of its own here, by whose name tensors are pickled: who reads an answer would have to load it.
 torch.storage._load_from_bytes = _load_from_bytes
+# Some of Bridge's activations would be compiled on each rank for seconds, and compute the same.
+torch.compiler.set_stance("force_eager")
 # What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
 gc.freeze()

@@ -27,7 +27,10 @@ _PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "tests.loaded_megatron",
+    # Of each run of a recipe, which must load Ray itself.
+    "matplotlib.pyplot",
+    "rlrefit.recipes.config.load",
+    "tests.loaded_megatron",  # the last: it takes what is loaded out of the collector's sight
 ]
 _PRELOADED_WITH_VLLM = ["tests.without_gpus", "pytest", "tests.servers", "tests.loaded_vllm"]
 

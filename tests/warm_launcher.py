@@ -1,7 +1,7 @@
 """Stands where a command wants a Python, and has a process of a server run its command line (``tests/warm_python.py``).
 
-It passes signals on, ends as the process does, and is named after it. The real Python runs all but Ray's workers and the
-recipes' command line.
+It passes signals on, ends as the process does, and is named after it. The real Python runs all but Ray's workers, the
+recipes' command line and the engine of a live benchmark.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.servers import Process
 
 _WORKER = "default_worker.py"
 _RECIPES = ["-m", "rlrefit.recipes.cli"]
+_ENGINE = ["-m", "rlrefit.recipes.bench.live.engine_main"]
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -70,6 +71,18 @@ class _Command(_Launched):
         super().run()
 
 
+class _Engine(_Command):
+    """Has the socket too whose number in the launcher is its last argument."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_socket": reduction.DupFd(int(self._args[1][-1]))}
+
+    def run(self) -> None:
+        program, arguments = self._args
+        self._args = program, [*arguments[:-1], str(self._socket.detach())]
+        super().run()
+
+
 # In the servers of a program and what they fork: what ends with it, and modules for Ray's workers.
 _program: tuple[Connection, Sequence[str]]
 
@@ -104,7 +117,7 @@ def launch() -> None:
     """Run this process's command line."""
     program, arguments = os.path.abspath(sys.argv[0]), sys.argv[1:]
     is_worker = os.path.basename((arguments or [""])[0]) == _WORKER
-    if not is_worker and arguments[:2] != _RECIPES:
+    if not is_worker and arguments[:2] not in (_RECIPES, _ENGINE):
         _run_for_real(program, arguments)
     nothing = os.open(os.devnull, os.O_RDWR)
     forkserver._forkserver._forkserver_alive_fd = nothing
@@ -114,7 +127,8 @@ def launch() -> None:
     address = os.path.join(folder, "socket")
     if is_worker:
         address = _server_of_workers(folder, address)
-    command = _started(_Command(target=_run, args=(program, arguments)), address)
+    kind = _Engine if arguments[:2] == _ENGINE else _Command
+    command = _started(kind(target=_run, args=(program, arguments)), address)
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: os.kill(command.pid, number))
     with open("/proc/self/comm", "w") as name:

@@ -43,7 +43,8 @@ ENGINE = (*OF_WORKERS, "rlrefit.recipes.rollout.vllm", "rlrefit.workers.engines.
 def warm_python(
     made_by: Callable[[], ForkServerContext] = processes, loaded: Sequence[str] = RANKS
 ) -> Iterator[Path]:
-    """Path of a program that runs the command line of the recipes, and Ray's workers, as Python would.
+    """Path of a program that runs the command line of the recipes, Ray's workers, and the engine of a live benchmark, as
+    Python would.
 
     The processes have no GPUs, and end with the block at the latest. Their environment is that of the command; libraries but
     Ray have read the server's as they were loaded. A worker whose variable ``WARM_PYTHON`` is the path of the ``socket``

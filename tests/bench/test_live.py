@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from rlrefit.recipes.bench.options import LiveOptions
 from rlrefit.recipes.bench.render import live_record
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
+from tests.vllm_processes import vllm_processes
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = {
@@ -64,27 +67,26 @@ def options(**changes):
     return LiveOptions(**{"model": "qwen3-0.6b", "device": "cpu", "timeout_s": 60.0, **layouts, **changes})
 
 
-def run_live(folder, *arguments, **changes):
-    """Exit code, record, and what was told and logged, of a run whose engine finds rlrefit on the PYTHONPATH that it
-    is given, as one with packages of its own would."""
-    model = write_moe(folder, **changes)
-    packages, figures = folder / "packages" / "rlrefit", folder / "live.json"
-    packages.mkdir(parents=True)
-    found = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join([str(packages.parent), *([found] if found else [])])
-    for part in ("integration", "workers", "recipes"):
-        (packages / part).symlink_to(ROOT / part)
+def run_of(folder, *arguments, **changes):
+    """Exit code, record, and what was told and logged."""
+    model, figures = write_moe(folder, **changes), folder / "live.json"
     log, told = folder / "engine.log", io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         code = main(
             [
                 *("bench", "--live", "--device", "cpu", "--model", model, "--train", "ep=2", "--gen", "tp=1"),
                 *("--refits", "2", "--warm-up", "1", "--peer-refits", "1", "--json", str(figures)),
-                *("--engine-pythonpath", paths, "--engine-log", str(log), *arguments),
+                *("--engine-log", str(log), *arguments),
             ]
         )
     record = json.loads(figures.read_text()) if code == 0 else {}
     return code, record, told.getvalue(), log.read_text() if log.exists() else ""
+
+
+def run_live(folder):
+    """With vLLM loaded already: an interpreter of its own, and one of its worker, would load for half a minute."""
+    with warm_python(vllm_processes) as python:
+        return run_of(folder, "--engine-python", str(python))
 
 
 AHEAD = (run_live,)
@@ -191,6 +193,20 @@ def test_an_engine_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path)
     broken.chmod(0o755)
     with pytest.raises(RefitError, match=r"(?s)exit code 3.*no vLLM in this environment"):
         EngineProcess(options(engine_python=str(broken)), tmp_path, tmp_path / "log").result()
+
+
+def test_an_engine_takes_rlrefit_from_its_pythonpath_before_the_one_that_is_installed(tmp_path):
+    packages = tmp_path / "packages" / "rlrefit"
+    packages.mkdir(parents=True)
+    for part in ("integration", "workers", "recipes"):
+        (packages / part).symlink_to(ROOT / part)
+    # It stands where vLLM does, and tells by whom it is imported.
+    telling = "import rlrefit.recipes.bench.live.vllm_engine as asks\nraise ImportError(asks.__file__)\n"
+    (packages.parent / "vllm.py").write_text(telling)
+    engine = EngineProcess(options(engine_pythonpath=str(packages.parent)), tmp_path, tmp_path / "log")
+    with pytest.raises(RefitError, match=f"ImportError: {re.escape(str(packages))}"):
+        engine.result()
+    engine.close()
 
 
 def test_the_engine_ends_when_the_trainer_is_gone():

@@ -21,14 +21,14 @@ from tests.sglang.engine_double import BucketDouble, EngineDouble, modules, weig
 from tests.sglang.recorded import VERSION, VERSION_WITH_SESSIONS
 from tests.spawn import free_port, run_alone, run_ranks
 
-from .test_live import run_live, write_moe
+from .test_live import run_of, write_moe
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 
 def run_live_sglang(folder):
     # On CPUs SGLang pads experts to 32 rows.
-    return run_live(folder, "--backend", "sglang", moe_intermediate_size=32)
+    return run_of(folder, "--backend", "sglang", moe_intermediate_size=32)
 
 
 AHEAD = (run_live_sglang,) if HAS_SGLANG else ()

@@ -53,8 +53,8 @@ class Case:
 
     @property
     def checkpoint(self) -> tuple[str, bool]:
-        """The family, and whether fewer layers of it do: one of each kind, where no pipeline cuts them."""
-        return self.family, self.layout.pp == 1
+        """The family, and whether fewer layers of it do: one of each kind, where no pipeline cuts them or into these."""
+        return self.family, self.layout.pp == 1 or self.layout == _MTP_ALONE
 
 
 _TP4 = Layout(tp=4)
@@ -77,7 +77,7 @@ _ETP_VPP = Layout(pp=2, etp=2, vpp=2)
 _ETP_DDP = Layout(tp=2, etp=2, ddp=True)
 _EP_CUSTOM = Layout(pp=2, ep=2, vpp=2, stages="Et|t|tt|L")
 # Multi-token prediction alone in a stage, which has an embedding of its own.
-_MTP_ALONE = Layout(pp=4, stages="Et|ttt|m|L")
+_MTP_ALONE = Layout(pp=4, stages="Et|t|m|L")
 # Of families with which context parallelism has not been tried.
 _EP_DDP = Layout(ep=2, ddp=True)
 _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
@@ -154,8 +154,8 @@ REST = tuple(case for case in CASES if case not in COVERING)
 COPIED = Case("qwen3-tied-twice", _TP2_PP2)
 # More ranks than key heads.
 FEW_GROUPS = Case("qwen3-few-groups", _TP4)
-# Bridge changed, see :mod:`.variants`: what its rules no longer fit.
-CHANGED = tuple(Case(f"qwen3-{change}", _UNEVEN) for change in ("exchanged", "shifted"))
+# Bridge changed, see :mod:`.variants`: what its rules no longer fit, on all ranks and, of the last norm, on one stage alone.
+CHANGED = (Case("qwen3-exchanged", _TP4), Case("qwen3-shifted", _UNEVEN))
 # A rule that raises on one rank, see :mod:`.variants`.
 BROKEN = Case("qwen3-broken", _TP2_PP2)
 # Mapping classes by themselves, see :mod:`.mappings`.

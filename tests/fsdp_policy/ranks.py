@@ -25,6 +25,7 @@ class Case:
     layout: dict[str, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     kl_coef: float = 0.0
+    micro_batch: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,9 +46,10 @@ def make_policy(case: Case) -> Any:
         FSDPLayout(**case.layout),
         loss=scenes.loss_config(case.kl_coef),
         optimizer=scenes.ADAM,
-        micro_batch=1,
+        micro_batch=case.micro_batch,
         temperature=scenes.TEMPERATURE,
         dtype=case.dtype,
+        max_skipped_steps=scenes.MOST_SKIPPED,
         **case.options,
     )
     return FSDPPolicy(config) if config.qat is None else scenes.make_in_nvfp4(config)
@@ -81,9 +83,10 @@ def everything(
 ) -> dict[str, Any]:
     """All cases, and what becomes of saved states; ``other`` is the first of ``resumed`` in another layout."""
     first, case = next(iter(resumed.items()))
+    policies = {name: make_policy(case) for name, case in trained.items()}
     return {
-        "trained": train_all(trained),
-        "kept": {name: _keep(case) for name, case in trained.items()},
+        "kept": {name: _kept(policy) for name, policy in policies.items()},
+        "trained": {name: _train(policy, trained[name]) for name, policy in policies.items()},
         "resumed": resume_all(resumed, root),
         "other layout": scenes.load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
@@ -126,17 +129,14 @@ def _unused(folder: Path) -> bool:
     return weights and all(a == b for a, b in steps) and [float(a) for a, _ in steps] == [1, 1, 0, 0]
 
 
-def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
-    """Of each case."""
-    return {name: _train(make_policy(case), case) for name, case in cases.items()}
-
-
 def _train(policy: Any, case: Case) -> scenes.Report:
-    return scenes.train(policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0)
+    return scenes.train(
+        policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0, looks_again=True
+    )
 
 
-def _keep(case: Case) -> Kept:
-    parameters = list(make_policy(case).model.parameters())
+def _kept(policy: Any) -> Kept:
+    parameters = list(policy.model.parameters())
     return Kept(sum(p.to_local().numel() for p in parameters), {p.dtype for p in parameters})
 
 

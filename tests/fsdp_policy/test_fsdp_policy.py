@@ -58,7 +58,7 @@ def run_all_cases(root: Path) -> World:
     trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
     trained[WITH_REFERENCE] = Case(paths["qwen3"], {"replicate": 2}, torch.bfloat16, kl_coef=0.1)
     resumed = {
-        name: Case(paths[of], layout, dtype, options=more)
+        name: Case(paths[of], layout, dtype, micro_batch=2, options=more)
         for name, (of, layout, dtype, more) in RESUMED.items()
     }
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)

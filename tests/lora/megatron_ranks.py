@@ -130,6 +130,11 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     alone = AdapterSource(bridge, model)
     merged, adapters = [], []
     source.fragments()
+    exports = bridge.export_hf_weights(model, cpu=True, show_progress=False, merge_adapter_weights=False)
+    # Copies: what is exported of a rank that has all of a weight is the weight.
+    adapted = {
+        name.replace(".base_layer", ""): weight.clone() for name, weight in exports if ".base_layer" in name
+    }
     for version in range(VERSIONS):
         _change_adapters(model, version)
         for copy in source._merged.copies:
@@ -137,7 +142,7 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
         source.prepare()
         alone.prepare()
         wanted = exported(bridge, model)
-        merged.append(compare(source, wanted) | {"changed": _changed(bridge, model, wanted)})
+        merged.append(compare(source, wanted) | {"changed": _changed(adapted, wanted)})
         factors = bridge.export_adapter_weights(model, cpu=True, show_progress=False)
         text = {SETTINGS_NAME: _settings(alone)}
         wanted = text | {f"{PREFIX}{name}": factor for name, factor in factors}
@@ -157,14 +162,9 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     }
 
 
-def _changed(bridge: Any, model: list[Any], merged: dict[str, torch.Tensor]) -> int:
-    """Weights that the adapters change."""
-    base = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False, merge_adapter_weights=False))
-    return sum(
-        not weight.equal(merged[name.replace(".base_layer", "")])
-        for name, weight in base.items()
-        if ".base_layer" in name
-    )
+def _changed(adapted: dict[str, torch.Tensor], merged: dict[str, torch.Tensor]) -> int:
+    """Weights that the adapters change, of those that have some."""
+    return sum(not weight.equal(merged[name]) for name, weight in adapted.items())
 
 
 def _settings(source: Any) -> torch.Tensor:

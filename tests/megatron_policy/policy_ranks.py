@@ -14,12 +14,10 @@ import torch
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests import policy_scenes as scenes
 
-STEPS = 3
-
 
 @dataclass(frozen=True)
 class Case:
-    """One policy: a checkpoint in a layout."""
+    """One policy: a checkpoint in a layout, and the steps that it is trained."""
 
     model_path: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -34,6 +32,7 @@ class Case:
     lr_decay: str = "constant"
     qat: QATConfig | None = None
     lora: dict[str, Any] | None = None
+    steps: int = 2
 
 
 def make_policy(case: Case) -> Any:
@@ -49,6 +48,7 @@ def make_policy(case: Case) -> Any:
         micro_batch=case.micro_batch,
         temperature=scenes.TEMPERATURE,
         dtype=getattr(torch, case.dtype),
+        max_skipped_steps=scenes.MOST_SKIPPED,
         qat=case.qat,
         distributed_optimizer=case.distributed_optimizer,
         recompute=None if case.recompute is None else Recompute(**case.recompute),
@@ -105,7 +105,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
     reports = {}
     for name, case in cases.items():
         more = {"has_reference": case.kl_coef > 0, "trimmed": case.trimmed}
-        reports[name] = scenes.train(make_policy(case), STEPS, digest, exported, **more)
+        reports[name] = scenes.train(make_policy(case), case.steps, digest, exported, **more)
         leave_layout()
     return reports
 

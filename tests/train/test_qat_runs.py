@@ -22,7 +22,7 @@ from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 
 TRAINERS = ("fsdp", "megatron")  # FSDP2 over two ranks, and TP2
-STEPS = 3
+STEPS = 2
 # The version of the second refit, behind the first step: other weights, and other scales of inputs.
 SECOND = 1
 QAT = (
