@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from importlib import import_module
 
 import torch
 
@@ -34,5 +35,18 @@ cpu_standins.ensure_megatron()
 torch.storage._load_from_bytes = _load_from_bytes
 # Some of Bridge's activations would be compiled on each rank for seconds, and compute the same.
 torch.compiler.set_stance("force_eager")
+# What ranks use of the package, and of it what needs no Ray: each would load it for a third of a second.
+for _module in (
+    "recipes.bench.run",
+    "recipes.policy.fsdp",
+    "recipes.policy.make",
+    "recipes.policy.megatron",
+    "workers.engines.transformers.engine",
+    "workers.trainers.fsdp.mixin",
+    "workers.trainers.megatron.mixin",
+    "workers.trainers.megatron.model",
+    "workers.trainers.qat.mixin",
+):
+    import_module(f"rlrefit.{_module}")
 # What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
 gc.freeze()

@@ -24,6 +24,17 @@ for _module in (
     "v1.worker.cpu_worker",
 ):
     import_module(f"vllm.{_module}")
+# As in tests.loaded_megatron.
+for _module in (
+    "recipes.bench.run",
+    "workers.engines.vllm.async_driver",
+    "workers.engines.vllm.colocated",
+    "workers.engines.vllm.driver",
+    "workers.engines.vllm.extension",
+    "workers.engines.vllm.server",
+    "workers.engines.vllm.transfer_engine",
+):
+    import_module(f"rlrefit.{_module}")
 # An engine's processes spin for a second after each message, in which nothing else gets their cores.
 _messages = import_module("vllm.distributed.device_communicators.shm_broadcast")
 _messages.SpinCondition.__init__.__defaults__ = (0.02,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
         folder = tmp_path_factory.mktemp("hanging")
         (folder / "conftest.py").write_text(_CONFTEST % (8.0 if where == "in a collection" else 90.0))
         (folder / "test_hanging.py").write_text(_STAND_STILL + body)
-        command = [sys.executable, "-m", "pytest", "--rootdir", folder, "--timeout", "1", folder]
+        command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "--timeout", "1"]
         running[where] = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*command, "--rootdir", folder, folder],
+            cwd=ROOT,
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     try:
         told = {where: session.communicate(timeout=100)[1] for where, session in running.items()}

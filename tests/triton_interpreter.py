@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from tests.spawn import run_alone
@@ -24,8 +25,31 @@ def _call(module: str, name: str, args: tuple[Any, ...]) -> None:
     for loaded in list(sys.modules):
         if loaded.partition(".")[0] == "triton" and not loaded.startswith("triton._C"):
             del sys.modules[loaded]
-    import_module("triton.runtime.interpreter").ReduceOps.generic_reduce = _reduce
+    interpreter = import_module("triton.runtime.interpreter")
+    interpreter.ReduceOps.generic_reduce = _reduce
+    interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     getattr(import_module(module), name)(*args)
+
+
+def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Triton puts its interpreter in the place of its language at a launch, and again at each call of a device function.
+
+    The calls find it there already, in the modules that the launch and earlier calls have gone through.
+    """
+    done: set[frozenset[int]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        seen = frozenset(id(found) for found in fn.__globals__.values() if isinstance(found, ModuleType))
+        if seen in done:
+            return None  # nobody takes away what a call has put there
+        scope = patch(fn)
+        if not done:
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        done.add(seen)
+        return scope
+
+    return patch_once
 
 
 def _reduce(self: Any, inputs: tuple[Any, ...]) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +26,17 @@ SPECS = [
 BULK = sum(spec.nbytes for spec in SPECS if spec.name != "router")
 
 
+_one_at_a_time = threading.Lock()
+
+
 def value(spec: TensorSpec, share: float, version: int) -> torch.Tensor:
-    """A weight of which a share changes from each version to the next; never a NaN."""
+    """A weight of which a share changes from each version to the next; never a NaN. Nobody may write to it."""
+    with _one_at_a_time:  # ranks are threads, and would all make it at once
+        return _value(spec, share, version)
+
+
+@lru_cache(maxsize=32)
+def _value(spec: TensorSpec, share: float, version: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(spec.name))
     bits = torch.randint(0, 50, spec.shape, generator=generator)
     for _ in range(version):

@@ -178,7 +178,7 @@ def test_a_write_beside_recorded_ones_is_found_once_its_section_is_read(
         return dense, [norm.tolist() for norm in norms(endpoint)]
 
     # Many sections of each stream.
-    monkeypatch.setattr(RefitConfig, "bucket_bytes", 12 << 10)
+    monkeypatch.setattr(RefitConfig, "bucket_bytes", 24 << 10)
     with small_sections():
         found = run_world(*trained(), body, replace(CONFIG, verify=verify))
     assert not any(isinstance(one, BaseException) for one in found), found
@@ -204,7 +204,7 @@ def test_who_always_writes_outside_of_recorded_steps_is_found_by_the_first_spars
             dense.append(session.refit(version).changed_share is None)
         return dense
 
-    monkeypatch.setattr(RefitConfig, "bucket_bytes", 12 << 10)
+    monkeypatch.setattr(RefitConfig, "bucket_bytes", 24 << 10)
     with small_sections():
         assert run_world(*trained(), body, CONFIG) == [[True, True, True]] * 5
 

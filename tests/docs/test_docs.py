@@ -154,6 +154,7 @@ def test_every_recipe_takes_the_overrides_that_a_page_shows_with_it(monkeypatch:
             monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
             try:
                 load_config(name, shlex.split(overrides))
+                break
             except ConfigError as error:
                 refused.append(error)
         assert len(refused) < 2, (page, refused)

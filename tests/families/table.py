@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,14 +155,12 @@ def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
 def true_share(name: str, engine: Engine | None, *, alone: bool = False) -> float:
     """The same of a bundled model, as ``rlrefit plan`` has it; ``alone``: of its language model without the encoder."""
     sizes = {"bulk": 0, "misc": 0}
-    manifest, of_trainer = _planned(name, alone)
-    for entry in manifest:
+    for (route, is_refused), nbytes in _planned_bytes(name, alone).items():
         # The plan's engine is vLLM, which leaves aside what the others do.
-        route = entry.route
         if engine is None or (route == "misc" and engine is not VLLM):
-            route = "misc" if entry.spec.name in of_trainer else "bulk"
+            route = "misc" if is_refused else "bulk"
         if route != "unused":
-            sizes[route] += entry.spec.nbytes
+            sizes[route] += nbytes
     return sizes["bulk"] / sum(sizes.values())
 
 
@@ -178,9 +177,14 @@ def planned(model: Model) -> tuple[Manifest, set[str]]:
 
 
 @functools.cache
-def _planned(name: str, alone: bool) -> tuple[Manifest, set[str]]:
+def _planned_bytes(name: str, alone: bool) -> Mapping[tuple[str, bool], int]:
+    """By route, and by whether the trainer refuses it; the weights of all models would be a burden to the collector."""
     model = open_model(name)
-    return planned(Model(name, model.config["text_config"]) if alone else model)
+    manifest, refused = planned(Model(name, model.config["text_config"]) if alone else model)
+    sizes: Counter[tuple[str, bool]] = Counter()
+    for entry in manifest:
+        sizes[entry.route, entry.spec.name in refused] += entry.spec.nbytes
+    return sizes
 
 
 def _told(layout: Layout) -> str:

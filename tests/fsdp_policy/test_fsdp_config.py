@@ -21,11 +21,11 @@ from rlrefit.workers.trainers.fsdp.model import FSDPLayout
 
 @pytest.mark.parametrize("recipe", bundled_recipes())
 def test_one_key_runs_any_bundled_recipe_under_fsdp_over_all_of_its_ranks(recipe: str) -> None:
-    theirs, ours = load_config(recipe).trainer, load_config(recipe, ["trainer=fsdp"]).trainer
+    theirs, whole = load_config(recipe).trainer, load_config(recipe, ["trainer=fsdp"])
+    ours = whole.trainer
     assert (ours.backend, ours.ranks, ours.tensor_parallel) == ("fsdp", theirs.ranks, 1)
     assert (ours.optimizer, ours.micro_batch_size) == (theirs.optimizer, theirs.micro_batch_size)
     assert ours.recompute.granularity == theirs.recompute.granularity
-    whole = load_config(recipe, ["trainer=fsdp"])
     assert all(value_at(whole, key) == value_at(TrainConfig(), key) for key in MEGATRON_ONLY)
 
 

@@ -26,15 +26,22 @@ def _height(rows: list[dict[str, Any]], path: Path) -> int:
     return int.from_bytes(path.read_bytes()[20:24])
 
 
+DENSE = _row(1, bytes_wire=1000, bytes_dense=1000)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The height without a sparse refit."""
+    return _height([DENSE, {**DENSE, "step": 2}], tmp_path_factory.mktemp("plain") / "dense.png")
+
+
 @pytest.mark.filterwarnings("error::UserWarning")  # other tests leave sockets, which may be found here
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 def test_what_changed_and_what_travelled_is_drawn_where_a_refit_was_sparse(
-    share: float, tmp_path: Path
+    share: float, plain: int, tmp_path: Path
 ) -> None:
-    dense = _row(1, bytes_wire=1000, bytes_dense=1000)
     sparse = _row(2, bytes_wire=int(1000 * share), bytes_dense=1000, changed_share=share)
-    plain = _height([dense, {**dense, "step": 2}], tmp_path / "dense.png")
-    assert _height([dense, sparse], tmp_path / "sparse.png") == 1.5 * plain
+    assert _height([DENSE, sparse], tmp_path / "sparse.png") == 1.5 * plain
     # A run that was resumed draws one step at first.
     assert _height([sparse], tmp_path / "one.png") == 1.5 * plain
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -91,6 +92,12 @@ class Served:
     def complete(self, prompt: list[int], tokens: int = SHORT) -> list[int]:
         return self.stream(prompt, tokens, [])
 
+    @cached_property
+    def undisturbed(self) -> list[int]:
+        """What a request of many tokens gives with the weights A, which a test that asks for it first has to have."""
+        assert self.probe("refit_parameter_digests") == self.digests[0]
+        return self.complete(PROMPT, MANY)
+
     def begin(self, tokens: int = TOKENS) -> tuple[list[int], Future[list[int]]]:
         """A request that has given its first tokens and has many to go: those so far, and all of them at its end."""
         so_far: list[int] = []
@@ -166,7 +173,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]]
 
 
 def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served: Served):
-    undisturbed = served.complete(PROMPT, MANY)
+    undisturbed = served.undisturbed
     so_far, whole = served.begin(MANY)
     for route, body in {"start_weight_update": {}, "update_weights": {"update_info": {"version": 0}}}.items():
         refused = served.post(route, body)
@@ -189,7 +196,7 @@ def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
         return path, fields
 
     asked("/update_weights", poisoned)
-    old, old_long = served.complete(PROMPT, TOKENS), served.complete(LONG_PROMPT)
+    old, old_long = served.undisturbed[:TOKENS], served.complete(LONG_PROMPT)
     for index in (1, 0):
         so_far, whole = served.begin()
         served.refit_with(index)
@@ -311,7 +318,7 @@ def test_a_refit_that_fails_after_a_byte_leaves_the_server_paused_until_the_next
 def test_requests_that_are_waited_for_in_vain_go_on_with_the_older_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    undisturbed = served.complete(PROMPT, MANY)
+    undisturbed = served.undisturbed
     ask = HttpCalls.ask
 
     def hurried(self: HttpCalls, method: str, path: str, fields: Any = None, **how: Any) -> HttpAnswer:

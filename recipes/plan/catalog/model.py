@@ -25,6 +25,8 @@ from .storage import Weight
 from .units import Place
 
 _CONFIGS = resources.files(__package__) / "configs"
+# In Megatron's names.
+_LAYER, _EXPERT = re.compile(r"layers\.(\d+)"), re.compile(r"(?:bias|weight)(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +63,8 @@ class Model:
         quantized model, what travels: scales stand behind their codes.
         """
         specs = [
-            TensorSpec(weight.name, weight.shape, weight.dtype or self.dtype)
-            for weight in _in_export_order(self._unquantized)
+            TensorSpec(name, weight.shape, weight.dtype or self.dtype)
+            for name, weight in _in_export_order(self._unquantized)
         ]
         formats = self.formats()
         return [
@@ -179,10 +181,10 @@ def _from_hub(name: str) -> dict[str, Any]:
     return _read(Path(path).read_text(encoding="utf-8"), name)
 
 
-def _in_export_order(architecture: Architecture) -> Iterator[Weight]:
-    """Weights by Megatron's parameters, sorted as Bridge sorts them; a stacked weight where its last expert stands."""
+def _in_export_order(architecture: Architecture) -> Iterator[tuple[str, Weight]]:
+    """Weights by their whole names, sorted as Bridge sorts Megatron's parameters; a stacked one where its last expert stands."""
     weights: dict[str, Weight] = {}
-    owners: list[tuple[tuple[list[int], str], tuple[str, ...]]] = []
+    owners: list[tuple[tuple[int, int, str], tuple[str, ...]]] = []
     # By identity: layers of one kind share their units.
     known: dict[int, tuple[list[Weight], list[tuple[str, list[str]]]]] = {}
     for section in architecture.sections:
@@ -197,19 +199,18 @@ def _in_export_order(architecture: Architecture) -> Iterator[Weight]:
                 known[id(unit)] = list(unit.weights()), names_of
             of_unit, params = known[id(unit)]
             for weight in of_unit:
-                weights[section.hf + weight.name] = weight._replace(name=section.hf + weight.name)
+                weights[section.hf + weight.name] = weight
             for param, names in params:
                 owners.append((_sort_key(section, param), tuple(section.hf + name for name in names)))
     last = {name: i for i, (_, names) in enumerate(sorted(owners)) for name in names}
-    for name in sorted(last, key=lambda name: last[name]):
-        yield weights[name]
+    for name in sorted(last, key=last.__getitem__):
+        yield name, weights[name]
 
 
-def _sort_key(section: Section, parameter: str) -> tuple[list[int], str]:
+def _sort_key(section: Section, parameter: str) -> tuple[int, int, str]:
     """As ``extract_sort_key`` of Megatron-Bridge 0.6 has it: layer, expert, name."""
     name = section.megatron + parameter
-    layer = re.search(r"layers\.(\d+)", name)
-    expert = re.search(r"(?:bias|weight)(\d+)", name)
+    numbers = [int(found[1]) for found in (_LAYER.search(name), _EXPERT.search(name)) if found]
     # An absent number leaves its place to the next one.
-    numbers = [int(found.group(1)) for found in (layer, expert) if found]
-    return [*numbers, -1, -1][:2], name
+    first, second, *_ = *numbers, -1, -1
+    return first, second, name
