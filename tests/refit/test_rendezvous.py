@@ -218,9 +218,13 @@ def test_garbage_of_any_kind_leaves_a_running_epoch_alone(
         if rank == 0:
             thread.start()
         for index in range(200):
+            # Some come between the votes, however the threads run.
+            while rank == 0 and len(sent) < index // 18 and thread.is_alive():
+                time.sleep(0.001)
             assert channel.vote(f"v/{index}", [rank, index]) == [[0, index], [1, index]]
         return True
 
+    start = time.monotonic()
     with caplog.at_level(logging.WARNING):
         results = on_all_ranks(server, body)
     done.set()
@@ -228,7 +232,8 @@ def test_garbage_of_any_kind_leaves_a_running_epoch_alone(
     assert results == [True, True]
     assert len(sent) >= 10
     refusals = [record for record in caplog.records if "was refused" in record.getMessage()]
-    assert 1 <= len(refusals) <= 3, "strangers must not be able to fill the log"
+    most = 3 + (time.monotonic() - start) / server_module._LOG_EVERY
+    assert 1 <= len(refusals) <= most, "strangers must not be able to fill the log"
     assert server.rendezvous.token not in caplog.text
 
 
