@@ -13,11 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 from tests.servers import processes
@@ -34,10 +36,18 @@ class RankFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody has at the moment.
+
+    Not one that the kernel gives to whoever asks for any, as each group of ranks does: it might do so before this one is used.
+    """
+    taken_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    # Ray's workers have those below 20000.
+    ports = range(20_000, taken_from) if taken_from > 22_000 else range(1 << 15, 1 << 16)
+    while True:
+        port = SystemRandom().choice(ports)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection, where: Path) -> None:
@@ -47,7 +57,7 @@ def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection, wh
 
     def answer(succeeded: bool, value: Any) -> None:
         # Not Connection.send: torch makes that pass tensors through a socket of the sender, which may be gone.
-        pipe.send_bytes(pickle.dumps((succeeded, value)))
+        pipe.send_bytes(pickle.dumps((succeeded, value, time.monotonic())))
 
     try:
         import torch
@@ -105,8 +115,8 @@ def run_ranks(
     small ones). With ``made_by=vllm_processes`` the ranks have vLLM loaded, and not Megatron.
 
     Raises:
-        RankFailed: with the first failing rank's traceback, or the ranks that did not finish in
-            ``timeout_s`` seconds. The other ranks are killed. So too where all have answered, and one raises
+        RankFailed: with the first failing rank's traceback, of several that died or raised all, or the ranks that did not
+            finish in ``timeout_s`` seconds. The other ranks are killed. So too where all have answered, and one raises
             or dies as it leaves, or does not end in that time.
     """
     of_all = (fn, args, world_size, free_port(), timeout_s)
@@ -231,18 +241,21 @@ def _collect(of: str, started: Sequence[_Started], timeout_s: float) -> list[Any
             late = sorted(waiting.values())
             places = "".join(f"\nrank {rank}:\n{started[rank].end()}" for rank in late)
             raise RankFailed(f"{of}: ranks {late} of {len(started)} ran longer than {timeout_s} s{places}")
+        failed: list[tuple[float, str]] = []
         for pipe in ready:
             rank = waiting.pop(pipe)
             one = started[rank]
             try:
-                succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
+                succeeded, results[rank], at = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 one.process.join(5)
-                raise RankFailed(
-                    f"{one.name} died with exit code {one.process.exitcode}\n{one.end()}"
-                ) from None
+                # Before all that others raised, perhaps because of it.
+                failed.append((0.0, f"{one.name} died with exit code {one.process.exitcode}\n{one.end()}"))
+                continue
             if not succeeded:
-                raise RankFailed(f"{one.name}:\n{results[rank]}")
+                failed.append((at, f"{one.name}:\n{results[rank]}"))
+        if failed:
+            raise RankFailed("\n".join(text for _, text in sorted(failed)))
     for one in started:
         one.process.join(max(1.0, deadline - time.monotonic()))
     bad_ends = [f"{one.name} had answered, and {end}" for one in started if (end := _bad_end(one, timeout_s))]

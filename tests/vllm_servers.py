@@ -75,7 +75,7 @@ def _wait_until_it_serves(url: str, process: Any, known_by: str) -> None:
         try:
             if requests.get(f"{url}/{known_by}", timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):  # of one that has begun to listen, and is busy
             time.sleep(0.1)
     raise AssertionError(f"vLLM's server ended with exit code {process.exitcode}")
 

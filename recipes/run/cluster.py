@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...integration.errors import PeerLost
 from ...workers.checkpoint_folder import is_hub_name
 from ...workers.ray_host import node_address
 from ..config.schema import RayConfig
@@ -36,6 +37,8 @@ _OBJECT_STORE_BYTES = 256 << 20
 _NONE_AHEAD = {"prestart_worker_first_driver": False}
 # Hosts of a cluster that was just started may still be on their way.
 _JOINING_S = 30.0
+# Seconds in which Ray tells of a death that another rank has noticed.
+_CAUSE_S = 3.0
 
 
 class RunError(RuntimeError):
@@ -343,23 +346,44 @@ def _hosts_of(group: PlacementGroup) -> dict[int, str]:
 def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:
     """Wait for calls on several ranks; the first failure ends the wait, since the others may wait for that rank.
 
+    What a rank has done to others may be told before its own end. So those that fail within a moment of the first failure are heard,
+    and the one to blame is named: one that died, or else one that did not merely lose its peers.
+
     Raises:
         RunError: a rank raised, died, or did not answer within ``timeout_s`` seconds; names it.
     """
     names = {ref: name for name, ref in calls}
     results: dict[ray.ObjectRef, Any] = {}
+    failures: list[RunError] = []
     pending = [ref for _, ref in calls]
     deadline = time.monotonic() + timeout_s
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
+        if not done and not failures:
             late = ", ".join(names[ref] for ref in pending)
             raise RunError(
                 f"{late} did not answer within {timeout_s:.0f} s; raise ray.timeout_s if the work is only slow"
             )
+        if not done:
+            break
         for ref in done:
-            results[ref] = _result(names[ref], ref)
+            try:
+                results[ref] = _result(names[ref], ref)
+            except RunError as error:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + _CAUSE_S)
+                failures.append(error)
+    if failures:
+        raise min(failures, key=_follows)
     return [results[ref] for _, ref in calls]
+
+
+def _follows(failure: RunError) -> int:
+    """0 for a rank's death, 1 for an error of its own, 2 for what follows from another rank's end."""
+    told = failure.__cause__
+    if isinstance(told, RayActorError):
+        return 0
+    return 2 if isinstance(told, RayTaskError) and isinstance(told.cause, PeerLost) else 1
 
 
 def answers_within(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:

@@ -81,7 +81,7 @@ def test_refits_over_two_hosts_are_right_whichever_host_a_rank_is_on(
     for one in shared:
         assert isinstance(one, Ended)
         assert one.error.stage == "handshake"
-        assert one.seconds < 10.0
+        assert one.seconds < LONG_S / 2
 
 
 def test_containers_of_one_machine_with_the_same_name_are_told_apart_by_their_networks(
@@ -95,7 +95,7 @@ def test_containers_of_one_machine_with_the_same_name_are_told_apart_by_their_ne
     for one in shared:
         assert isinstance(one, Ended)
         assert one.error.stage == "handshake"
-        assert one.seconds < 10.0
+        assert one.seconds < LONG_S / 2
 
 
 def test_hosts_with_addresses_of_ipv6_alone_refit(network: Cluster) -> None:

@@ -24,6 +24,7 @@ READER, OWNER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def open_descriptors() -> int:
+    """Of this process. Those of what runs beside a test may become fewer meanwhile: of a rendezvous that ends, of a server that has loaded."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -96,7 +97,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
     assert kept.value is not None
     assert (driver.spaces[0].mapped, driver.spaces[0].reserved) == ({}, {})
     assert blocks.held == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("at", [0, CHUNK, 2 * CHUNK])

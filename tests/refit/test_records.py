@@ -21,12 +21,14 @@ def record(rank: int, role: str, seconds: float, **fields: object) -> RefitRecor
 
 def test_a_stage_adds_up_its_blocks_and_a_new_refit_starts_at_zero() -> None:
     clock = StageClock(torch.device("cpu"))
+    start = time.monotonic()
     for _ in range(2):
         with clock.stage("pack"):
             time.sleep(0.01)
+    most = time.monotonic() - start
     with clock.stage("unpack"):
         pass
-    assert 0.02 <= clock.seconds["pack"] < 0.2
+    assert 0.02 <= clock.seconds["pack"] <= most
     assert [interval.stage for interval in clock.intervals()] == ["pack", "pack", "unpack"]
     assert all(0 <= interval.start <= interval.end for interval in clock.intervals())
     clock.restart()
@@ -46,7 +48,7 @@ def test_host_seconds_count_what_the_thread_computes_and_neither_sleep_nor_waits
     time.sleep(0.05)
     with clock.waiting():
         compute(0.05)
-    assert 0.02 <= clock.host_seconds < 0.04
+    assert 0.02 <= clock.host_seconds < 0.02 + 0.05
 
 
 def test_a_record_is_plain_data_and_carries_a_timeline_only_if_there_is_one() -> None:

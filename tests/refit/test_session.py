@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -179,23 +180,22 @@ def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -
     assert [type(result) for result in results] == [PeerLost, VerificationError]
 
 
-@pytest.mark.parametrize(
-    ("late", "limit"),
-    [({4: 3.0}, 1.0), ({1: 1.0, 4: 3.0}, 1.5)],
-    ids=["one rank", "one rank, and another is late"],
-)
-def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it(
-    late: dict[int, float], limit: float
-) -> None:
+@pytest.mark.parametrize("another_s", [0.0, 1.0], ids=["one rank", "one rank, and another is late"])
+def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it(another_s: float) -> None:
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        time.sleep(late.get(rank, 0.0))
-        return ended(session, 1) if rank != 4 else None
+        session._channel.barrier("opened")
+        session._channel.timeout_s = 1.5 + another_s  # not of the opening, which may be slow
+        if rank == 1:
+            time.sleep(another_s)
+        error = ended(session, 1) if rank != 4 else None
+        over.wait(20)
+        return error
 
-    start = time.monotonic()
-    results = run_world(*world(3), body, RefitConfig(timeout_s=limit, bucket_mb=1))[:4]
-    assert time.monotonic() - start < 5
-    assert all("generation rank 2" in str(r) for r in results)
-    assert all(isinstance(r, RefitTimeout if len(late) == 1 else RefitError) for r in results)
+    over = threading.Barrier(5)
+    results = run_world(*world(3), body, RefitConfig(timeout_s=20.0, bucket_mb=1))[:4]
+    assert all(isinstance(r, RefitTimeout | PeerLost) and r.blamed == 4 for r in results)
+    # One that comes a moment after the time is up is told of it.
+    assert any(isinstance(r, RefitTimeout) for r in results)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
@@ -239,7 +239,7 @@ def test_an_interrupt_ends_the_refit_on_all_ranks_at_once_and_closes_as_after_a_
         assert isinstance(error, PeerLost)
         # A rank that exchanges at that moment may see the end of its pair before it hears the reason.
         assert (error.blamed == 1 and interrupt.__name__ in str(error)) or "broke" in str(error)
-        assert seconds < 5
+        assert seconds < 15
     assert {rank for rank, _ in endings} == {0, 1, 2}
     assert all(failed for _, failed in endings)
 
@@ -254,7 +254,7 @@ def test_a_rank_that_can_not_be_prepared_or_is_interrupted_as_it_opens_is_heard_
 
     start = time.monotonic()
     results = run_world(world(1)[0], [Refusing(SPECS, layout_of(0, 1))], refit_versions(1))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 15
     assert results[2] is raised or "moves experts" in str(results[2])
     assert all(str(raised) in str(r) for r in results[:2])
     if isinstance(raised, KeyboardInterrupt):

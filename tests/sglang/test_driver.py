@@ -9,7 +9,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -226,17 +225,22 @@ def test_steps_of_coroutines_have_the_callers_device(
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_cancelled_refit_ends_before_the_next_steps_begin(engine: EngineDouble, times: int) -> None:
     order: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
 
     def slow() -> None:
-        time.sleep(0.2)
+        begun.set()
+        assert may_end.wait(20)
         order.append("first")
 
     async def scenario() -> None:
         refit = await AsyncSglangRefit.open(engine)
         task = asyncio.ensure_future(refit.run(slow))
+        while not begun.is_set():
+            await asyncio.sleep(0.005)
         for _ in range(times):
-            await asyncio.sleep(0.02)
             task.cancel()
+            await asyncio.sleep(0.02)
+        asyncio.get_running_loop().call_later(0.1, may_end.set)
         await refit.run(order.append, "second")
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     command = psutil.Process(process.pid)
     found = [command]
     for one in found:  # grows
-        found += one.children() + forks_of(one)
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found += one.children() + forks_of(one)
     own = [command, *forks_of(command)]
     return [child for child in found if child not in own and child.is_running()]
 
@@ -104,9 +105,10 @@ def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def kill_rank(process: subprocess.Popen[str], actor: str) -> None:
     """Kill one rank's process as the kernel would when memory runs out."""
     for child in ray_processes_of(process):
-        if child.cmdline() and child.cmdline()[0].startswith(f"ray::{actor}"):
-            child.send_signal(signal.SIGKILL)
-            return
+        with suppress(psutil.NoSuchProcess):
+            if (child.cmdline() or [""])[0].startswith(f"ray::{actor}"):
+                child.send_signal(signal.SIGKILL)
+                return
     raise AssertionError(f"the command has no process of actor {actor}")
 
 

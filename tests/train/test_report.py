@@ -46,6 +46,6 @@ def test_what_changed_and_what_travelled_is_drawn_where_a_refit_was_sparse(
     assert _height([sparse], tmp_path / "one.png") == 1.5 * plain
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 def test_sides_that_compute_alike_to_the_last_bit_are_drawn_too(tmp_path: Path) -> None:
     _height([_row(1) | {"generation_kl": 0.0}, _row(2) | {"generation_kl": 0.0}], tmp_path / "alike.png")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -92,7 +93,8 @@ def test_the_demo_learns_and_its_validation_reward_rises_with_it(died: Ended) ->
 
 def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(died: Ended) -> None:
     assert died.code == 1, died.output
-    assert "rank" in died.output
+    # Though trainer ranks may tell before that they have lost it.
+    assert re.search(r"rank \d\s+died:", died.output)
     assert died.seconds < 60
     lines = (died.cwd / "runs" / "died" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) >= LEARNED + 1

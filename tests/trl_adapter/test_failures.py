@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
-from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitTimeout
 from rlrefit.workers.frameworks.trl.transfer import ShardOptions, ShardTransfer
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
 
 # What fails in a part, by who it is, and what each rank then raises: its type, its ``stage`` and whom it blames.
 LATE, DIRTY = RefitTimeout("late", stage="transfer"), EngineDirty("dirty", stage="generate")
+# A worker of the server, refit rank 2, was killed: what this rank hears at the rendezvous, and what the server then answers. And a
+# server that does nothing, so that the rendezvous ends.
+LOST, SILENT = PeerLost("lost", stage="commit", blamed=2), RefitError("500", stage="http")
+ENDED = PeerLost("ended", stage="commit", blamed=0)
 CASES: dict[str, tuple[dict[Any, BaseException], list[tuple[type, str, int]]]] = {
     "another rank": ({1: ValueError("disk full")}, [(RefitError, "", 1), (ValueError, "", -1)]),
     "an interrupted rank": (
@@ -32,17 +37,32 @@ CASES: dict[str, tuple[dict[Any, BaseException], list[tuple[type, str, int]]]] =
         {"server": DIRTY, 1: LATE},
         [(EngineDirty, "generate", -1), (RefitTimeout, "transfer", -1)],
     ),
+    "a worker, heard of at the rendezvous first": (
+        {0: LOST, "server": SILENT},
+        [(PeerLost, "commit", 2), (RefitError, "commit", 2)],
+    ),
+    "a worker, heard of from the server first": (
+        {"server": SILENT, 0: LOST},
+        [(PeerLost, "commit", 2), (RefitError, "commit", 2)],
+    ),
+    "a server that does nothing": ({"server": SILENT, 0: ENDED}, [(RefitError, "http", -1)] * 2),
     "the order": ({"order": ConnectionError("none")}, [(ConnectionError, "", -1), (RefitError, "", 0)]),
 }
 
 
 def update(transfer: ShardTransfer, rank: int, failing: dict[Any, BaseException]) -> int:
-    """An order and a part of an update; the rank that its own part gave."""
+    """An order and a part of an update; the rank that its own part gave. What fails on one rank does so in turn."""
+    first_fails = threading.Event()
 
     def part(who: Any) -> dict[str, Any]:
-        if who in failing:
-            raise failing[who]
-        return {"rank": who}
+        if who not in failing:
+            return {"rank": who}
+        if who == next(iter(failing)):
+            first_fails.set()
+        elif {0, "server"} <= failing.keys():
+            assert first_fails.wait(20)
+            time.sleep(0.2)  # until it is noted
+        raise failing[who]
 
     transfer._client = SimpleNamespace() if rank == 0 else None  # type: ignore[assignment]
     transfer._from_main(lambda: part("order"))

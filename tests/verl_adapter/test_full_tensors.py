@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -161,7 +162,7 @@ def test_damaged_names_places_and_heads_are_found_whatever_is_verified_and_all_r
     monkeypatch.setattr(TorchGroup, "broadcast", broadcast)
     start = time.monotonic()
     sent, found, other = run_epoch(sending(TENSORS), receiving(), receiving(), verify=verify, timeout_s=60.0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 45
     assert isinstance(found, VerificationError)
     assert found.rank == 1
     for error in (sent, other):
@@ -216,7 +217,7 @@ def test_what_contradicts_itself_is_refused_by_name_before_the_engine_sees_it_an
     loaded: list[str] = []
     start = time.monotonic()
     sent, found = run_epoch(sending(TENSORS), receiving(loader=loaded.append), timeout_s=60.0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 45
     assert isinstance(found, RefitMismatch)
     assert (found.parameter, found.rank, loaded) == (name, 1, [])
     assert isinstance(sent, PeerLost)
@@ -306,17 +307,26 @@ def test_ranks_that_are_asked_for_different_steps_refuse_before_anything_moves()
 
 
 def test_a_rank_that_never_comes_ends_the_update_within_the_timeout_and_the_epoch() -> None:
+    ended = threading.Barrier(3)
+
     async def idle(epoch: FullTensorEpoch) -> None:
-        await asyncio.sleep(2.0)
+        await asyncio.to_thread(ended.wait, 60)
 
     async def send_twice(epoch: FullTensorEpoch) -> None:
         try:
             await epoch.send(iter(TENSORS), 1)
         finally:
+            await asyncio.to_thread(ended.wait, 60)
             with pytest.raises(RefitError, match="has ended"):
                 await epoch.send(iter(TENSORS), 2)
 
-    sent, found, _ = run_epoch(send_twice, receiving(), idle, timeout_s=1.0)
+    async def receive(epoch: FullTensorEpoch) -> None:
+        try:
+            await receiving()(epoch)
+        finally:
+            await asyncio.to_thread(ended.wait, 60)
+
+    sent, found, _ = run_epoch(send_twice, receive, idle, timeout_s=2.0)
     assert isinstance(sent, RefitTimeout | PeerLost)
     assert isinstance(found, RefitTimeout | PeerLost)
     assert "generation rank 1 (refit rank 2) did not answer" in f"{sent} {found}"

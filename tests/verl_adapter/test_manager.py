@@ -130,7 +130,7 @@ def test_an_update_gives_the_trainers_memory_back_before_the_kv_cache_wakes_and_
     assert found.pop("checkpoint_engine/epoch") == 1.0
     stages = ("prepare", "wake_weights", "meet", "refit", "drop_caches", "wake_kv_cache")
     assert found.keys() == {f"timing_s/update_weights_{stage}" for stage in stages}
-    assert all(0 <= seconds < LIMIT_S for seconds in found.values())
+    assert all(0 <= seconds < 60 for seconds in found.values())
     assert workers.asked == UPDATE + ENDED
     workers.asked.clear()
     fine = workers.answers["update_weights"]

@@ -29,8 +29,9 @@ MODEL = "qwen3"
 PROMPT = [5, 17, 33, 90]
 # Fills whole blocks of the KV cache, so that its prefix is kept for the next request.
 LONG_PROMPT = [3 + i % 100 for i in range(200)]
-# Enough of them that the request runs until it is paused, or for as long as a test needs that does not pause it.
-TOKENS, MANY, SHORT = 160, 450, 24
+# Enough of them, at that many seconds each, that the request runs until it is paused on a busy machine too, or for as long as a
+# test needs that does not pause it.
+TOKENS, MANY, SHORT, PACE_S = 160, 450, 24, 0.02
 PROBED = [*BACKEND, "--worker-extension-cls", "vllm_probe.ProbeExtension"]
 
 
@@ -65,7 +66,7 @@ class Served:
     def post(self, route: str, body: dict[str, Any] | None = None) -> requests.Response:
         return requests.post(f"{self.url}/{route}", json=body or {}, timeout=200)
 
-    def probe(self, method: str, *args: str) -> Any:
+    def probe(self, method: str, *args: Any) -> Any:
         answered = self.post("collective_rpc", {"method": method, "args": args})
         answered.raise_for_status()
         return answered.json()["results"][0]
@@ -99,13 +100,19 @@ class Served:
         return self.complete(PROMPT, MANY)
 
     def begin(self, tokens: int = TOKENS) -> tuple[list[int], Future[list[int]]]:
-        """A request that has given its first tokens and has many to go: those so far, and all of them at its end."""
+        """A request that has given its first tokens and has many to go: those so far, and all of them for :meth:`end`."""
+        self.probe("probe_pace", PACE_S)
         so_far: list[int] = []
         whole = self.pool.submit(self.stream, PROMPT, tokens, so_far)
         while len(so_far) < 4 and not whole.done():
             time.sleep(0.002)
         assert len(so_far) < tokens
         return so_far, whole
+
+    def end(self, whole: Future[list[int]]) -> list[int]:
+        """All tokens of a request of :meth:`begin`."""
+        self.probe("probe_pace", 0.0)
+        return whole.result()
 
     def refit_with(self, index: int) -> None:
         """The trainer takes on A (0) or B (1) and sends it."""
@@ -180,7 +187,7 @@ def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served:
         assert len(so_far) < MANY
         assert refused.status_code == 500
         assert "POST /pause?mode=keep" in refused.text
-    assert whole.result() == undisturbed
+    assert served.end(whole) == undisturbed
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["as the client pauses", "paused with its caches kept"])
@@ -202,7 +209,7 @@ def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
         served.refit_with(index)
         assert len(so_far) < TOKENS
         assert served.probe("refit_serving_version") == {"version": served.version}
-        tokens = whole.result()
+        tokens = served.end(whole)
         turn = next(i for i, (a, b) in enumerate(zip(old, tokens, strict=True)) if a != b)
         assert turn >= 4
         # What a request that has never seen the old weights makes of the same context.
@@ -331,7 +338,7 @@ def test_requests_that_are_waited_for_in_vain_go_on_with_the_older_weights(
     with pytest.raises(RefitTimeout, match="as it was"):
         served.client.refit(served.version + 1, mode="wait")
     assert len(so_far) < MANY
-    assert whole.result() == undisturbed
+    assert served.end(whole) == undisturbed
     assert not served.paused
     served.refit_with(1)
     served.refit_with(0)

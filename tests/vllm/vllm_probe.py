@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from vllm_checkpoints import read_checkpoint
 
@@ -29,6 +32,20 @@ class ProbeExtension(VllmRefitExtension):
             raise PeerLost("a trainer died in the middle", stage="transfer", rank=2, blamed=1)
 
         refit.refit = failing
+
+    def probe_pace(self, seconds: float) -> None:
+        """Let each step of the model take that much longer, so that a request outlasts what a test does beside it; 0 for none."""
+        runner = self.model_runner
+        vars(runner).pop("execute_model", None)
+        if not seconds:
+            return
+        execute = runner.execute_model
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return execute(*args, **kwargs)
+
+        runner.execute_model = slowly
 
     def probe_dirty_replica(self, replica: int) -> None:
         """Let this worker hold weights that are not whole, if it is of that data-parallel replica."""

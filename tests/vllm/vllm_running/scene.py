@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from rlrefit.recipes.algorithms.divergence import generation_kl
 from tests.vllm_cpu import PACKS_EXPERTS
 
 CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config()}
+# Of a step of an engine that goes on while a test acts.
+_PACE_S = 0.03
 ENGINES: dict[str, type[Engine]] = {"qwen3": ScriptEngine, "qwen3-moe": ServerEngine}
 
 
@@ -70,17 +73,27 @@ class Scene:
     def generate_and(
         self, act: Callable[[], None], after: int, prompts: list[list[int]], tokens: int
     ) -> list[Sampled]:
-        """What requests give in which ``act`` is called once, when they have gone so far."""
-        begun: list[int] = []
+        """What requests give in which ``act`` is called once, when they have gone so far.
+
+        A server's engine goes on meanwhile: slowly, or they would end before that on a busy machine.
+        """
+        begun = threading.Lock()
 
         def turn(count: int) -> None:
-            if count >= after and not begun:
-                begun.append(count)
-                act()
+            if count >= after and begun.acquire(blocking=False):
+                try:
+                    act()
+                finally:
+                    self._pace(0.0)
 
+        self._pace(_PACE_S)
         found = self.engine.generate_through(turn, prompts, tokens)
-        assert begun
+        assert begun.locked()
         return found
+
+    def _pace(self, seconds: float) -> None:
+        if isinstance(self.engine, ServerEngine):
+            self.engine.call("probe_pace", seconds)
 
     def refit_in(
         self, index: int, mode: Any, after: int, prompts: list[list[int]], tokens: int

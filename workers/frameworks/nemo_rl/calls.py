@@ -92,7 +92,7 @@ class Workers:
                 given: Answer | list[Answer] = ray.get(ref)
             except RayActorError as error:
                 self.missing.update(ranks)
-                given = _failed(PeerLost, f"the worker's process has ended ({error})")
+                given = _failed(PeerLost, f"the worker's process has ended ({error})", blamed=ranks[0])
             except RayError as error:
                 given = _failed(RefitError, str(error))
             found += given if isinstance(given, list) else [given] * len(ranks)
@@ -145,5 +145,5 @@ def within(limit_s: float, call: Callable[[], Any], what: str, stage: str) -> An
     return result.result()
 
 
-def _failed(kind: type[RefitError], text: str) -> Answer:
-    return {REFIT_ERROR: {"type": kind.__name__, "text": text}}
+def _failed(kind: type[RefitError], text: str, blamed: int = -1) -> Answer:
+    return {REFIT_ERROR: {"type": kind.__name__, "text": text, "blamed": blamed}}

@@ -67,6 +67,11 @@ class _Failure:
     error: BaseException
     of_server: bool = False
 
+    @property
+    def blamed(self) -> int:
+        """The refit rank that the error names as the one to blame, or -1."""
+        return self.error.blamed if isinstance(self.error, RefitError) else -1
+
     def told(self, rank: int) -> RefitError:
         """What the other ranks raise, which may not know the type of an error of ``rank``."""
         if self.of_server and isinstance(self.error, RefitError):
@@ -76,7 +81,7 @@ class _Failure:
             "weights, or those before, or be paused. Mend that rank's error and train anew, which meets the server anew",
             stage=getattr(self.error, "stage", ""),
             rank=rank,
-            blamed=rank,
+            blamed=self.blamed if self.blamed >= 0 else rank,
         )
 
 
@@ -211,7 +216,8 @@ class ShardTransfer(FSDPRefitMixin):
         """Do this rank's part, and on the main process have the server do its own meanwhile; a collective of all ranks.
 
         Raises:
-            BaseException: what has failed here; on the main process the first in time, with the other one as its note.
+            BaseException: what has failed here; on the main process the first in time, with the other one as its note. A server of
+                which a worker was lost may stop answering before this rank hears who is lost, which is then raised.
             RefitError: where nothing has failed: the server's, or else one that names the first rank that failed.
         """
         client, failed = self._client, list[_Failure]()
@@ -224,8 +230,9 @@ class ShardTransfer(FSDPRefitMixin):
         found = _attempt(ours if client is None else partial(both, client), failed)
         if failed:
             self._client = None
-        for later in failed[1:]:
-            failed[0].error.add_note(f"Later, beside it: {_words(later.error)}")
+            failed[:] = sorted(failed, key=lambda failure: _follows(failure, failed))
+        for other in failed[1:]:
+            failed[0].error.add_note(f"Beside it: {_words(other.error)}")
         # Whatever this rank has met, the others wait for its word.
         end_all([partial(self._require_done, failed)], failed[0].error if failed else None)
         if failed:
@@ -245,7 +252,7 @@ class ShardTransfer(FSDPRefitMixin):
                 self._refit_server.close()
 
     def _require_done(self, failed: list[_Failure]) -> None:
-        """Tell the other ranks what has failed on this one, in the order of time, and hear what has on them; a collective.
+        """Tell the other ranks what has failed on this one, the cause first, and hear what has on them; a collective.
 
         Raises:
             RefitError: what the first of the others tells, if nothing has failed here.
@@ -254,7 +261,8 @@ class ShardTransfer(FSDPRefitMixin):
         number = torch.tensor(len(failed), device=accelerator.device)
         if not accelerator.reduce(number, "sum").item():
             return  # as in nearly all updates, without words
-        said = next((failure for failure in failed if failure.of_server), failed[0] if failed else None)
+        of_server = (one for one in failed if one.of_server and not _follows(one, failed))
+        said = next(of_server, failed[0] if failed else None)
         told = None if said is None else said.told(accelerator.process_index)
         heard: list[RefitError | None] = gather_object([told])
         if not failed:
@@ -279,6 +287,15 @@ def _attempt[T](act: Callable[[], T], failed: list[_Failure], of_server: bool = 
     except BaseException as error:
         failed.append(_Failure(error, of_server))
         return None
+
+
+def _follows(failure: _Failure, failed: list[_Failure]) -> bool:
+    """Whether it only shows that the server did not do its part, while another one of this rank names who was lost.
+
+    That is never rank 0: its rendezvous ends because the server has failed.
+    """
+    unexplained = failure.of_server and getattr(failure.error, "stage", "") == STAGE
+    return unexplained and any(other.blamed > 0 for other in failed)
 
 
 def _words(error: BaseException) -> str:
