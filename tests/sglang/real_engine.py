@@ -21,7 +21,7 @@ def start(path: str, device: str, **arguments: Any) -> Any:
     """An ``sglang.Engine`` without anything that the bare package lacks."""
     import sglang
 
-    return sglang.Engine(model_path=path, **(_settings(device) | arguments))
+    return sglang.Engine(model_path=path, **(settings_for(device) | arguments))
 
 
 def _settings(device: str) -> dict[str, Any]:
@@ -41,6 +41,19 @@ def _settings(device: str) -> dict[str, Any]:
         "skip_server_warmup": True,
         "custom_weight_loader": [LOADER],
     }
+
+
+@contextmanager
+def updating(engine: Any) -> Iterator[None]:
+    """Around SGLang's own updates, which later releases take in sessions alone."""
+    sessions = hasattr(engine, "begin_weight_update")
+    if sessions:
+        success, message = engine.begin_weight_update()
+        assert success, message
+    yield
+    if sessions:
+        success, message = engine.end_weight_update()
+        assert success, message
 
 
 class Scene:
@@ -96,20 +109,8 @@ class Scene:
             (name, torch.full_like(tensor, float("nan")))
             for name, tensor in read_checkpoint(self.paths[0]).items()
         ]
-        with self.updating():
+        with updating(self.engine):
             success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
-            assert success, message
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around SGLang's own updates, which later releases take in sessions alone."""
-        sessions = hasattr(self.engine, "begin_weight_update")
-        if sessions:
-            success, message = self.engine.begin_weight_update()
-            assert success, message
-        yield
-        if sessions:
-            success, message = self.engine.end_weight_update()
             assert success, message
 
     def settle(self) -> None:
