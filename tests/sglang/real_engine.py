@@ -18,13 +18,14 @@ SAMPLING = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def start(path: str, device: str, **arguments: Any) -> Any:
-    """An ``sglang.Engine`` without anything that the bare package lacks."""
+    """An ``sglang.Engine`` with :func:`settings_for` a device."""
     import sglang
 
     return sglang.Engine(model_path=path, **(settings_for(device) | arguments))
 
 
-def _settings(device: str) -> dict[str, Any]:
+def settings_for(device: str) -> dict[str, Any]:
+    """Of an engine without anything that the bare package lacks."""
     return {
         "device": device,
         "skip_tokenizer_init": True,
