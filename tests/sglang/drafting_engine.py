@@ -57,7 +57,13 @@ def _digests(worker: WorkerRefit) -> dict[str, Any]:
     shared = [name for name, tensor in own.items() if tensor.data_ptr() in addresses]
     held |= {f"drafter.{name}": tensor for name, tensor in own.items()}
     found = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in held.items()}
-    return {"digests": found, "shared": shared}
+    reasons = {}
+    if vars(worker).get("destination") is not None:
+        reasons = {
+            **worker.destination._served._agreed().reasons,
+            **worker.destination._drafter._agreed().reasons,
+        }
+    return {"digests": found, "shared": shared, "reasons": reasons}
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -75,13 +75,14 @@ def test_the_drafter_follows_shard_to_shard_as_sglang_loads_it_and_its_drafts_ar
     meeting, joining = trainer.begin_to_meet()
     [found] = scene.refit.init_refit(meeting, 1, CONFIG)
     joining.result()
-    assert (found["misc"], found["unused"]) == (0, 2)
+    assert found["unused"] == 0
+    print("REASONS", scene.refit.calls.ask("digests")[0]["reasons"])
     for version, index in enumerate((1, 0, 1)):
         scene.poison()
         sending = trainer.send(index, version)
         [record] = scene.refit.refit(version)
         sending.result()
-        assert record["bytes_bulk"] > 0 == record["bytes_misc"]
+        assert record["bytes_bulk"] > 20 * record["bytes_misc"]
         assert scene.digests() == scene.expected[index]
         assert scene.refit.version == version
     assert scene.drafts(1) == 1

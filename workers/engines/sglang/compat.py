@@ -127,6 +127,8 @@ def differences() -> str:
         *_parameters(Scheduler, "process_input_requests", "self", "recv_reqs"),
         *_attributes(Scheduler, "init_request_dispatcher", "_request_dispatcher", "get_internal_state"),
         *_attributes(Scheduler, "init_weight_updater", "weight_updater"),
+        *_attributes(Scheduler, "init_tp_model_worker", "tp_worker"),
+        *_attributes(Scheduler, "maybe_init_draft_worker", "draft_worker"),
         *_attributes(Scheduler, "pause_generation", "_engine_paused"),
         *_attributes(Scheduler, "continue_generation", "_engine_paused"),
         *_attributes(SchedulerWeightUpdaterManager, "release_memory_occupation", "offload_tags"),
