@@ -185,7 +185,7 @@ _REFUSED = {
     "disaggregation_mode": "has queues that no refit flushes",
     "quantization": "is for weights that no refit can be written into; FP8 blocks are generation.weight_dtype",
     "quantization_param_path": "makes scales of a cache in a form that neither kernels nor refits take",
-    "speculative_algorithm": "drafts with weights that no refit brings",
+    "speculative_algorithm": "drafts, and no recipe has run with SGLang's drafts",
     "enable_lora": "keeps adapters beside the weights, and refits bring none to SGLang",
     "preferred_sampling_params": "would sample from another distribution than the trainer computes",
     "trust_remote_code": "would run code that comes with a checkpoint",

@@ -24,7 +24,7 @@ from rlrefit.integration.errors import EngineDirty
 from rlrefit.workers.engines.common.bucket_sender import own_device
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
-from tests.sglang.real_engine import Scene
+from tests.sglang.real_engine import Scene, updating
 from tests.spawn import free_port
 
 from .needs import needs
@@ -287,7 +287,7 @@ def test_a_refit_beside_sglangs_own_broadcast(apart: Apart) -> None:
         scene.settle()
         apart.trainer.begin("broadcast")
         began = time.perf_counter()
-        with scene.updating():
+        with updating(scene.engine):
             success, message = scene.engine.update_weights_from_distributed(names, dtypes, shapes)
         theirs.append(time.perf_counter() - began)
         assert success, message

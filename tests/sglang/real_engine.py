@@ -18,13 +18,14 @@ SAMPLING = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def start(path: str, device: str, **arguments: Any) -> Any:
-    """An ``sglang.Engine`` without anything that the bare package lacks."""
+    """An ``sglang.Engine`` with :func:`settings_for` a device."""
     import sglang
 
-    return sglang.Engine(model_path=path, **(_settings(device) | arguments))
+    return sglang.Engine(model_path=path, **(settings_for(device) | arguments))
 
 
-def _settings(device: str) -> dict[str, Any]:
+def settings_for(device: str) -> dict[str, Any]:
+    """Of an engine without anything that the bare package lacks."""
     return {
         "device": device,
         "skip_tokenizer_init": True,
@@ -41,6 +42,19 @@ def _settings(device: str) -> dict[str, Any]:
         "skip_server_warmup": True,
         "custom_weight_loader": [LOADER],
     }
+
+
+@contextmanager
+def updating(engine: Any) -> Iterator[None]:
+    """Around SGLang's own updates, which later releases take in sessions alone."""
+    sessions = hasattr(engine, "begin_weight_update")
+    if sessions:
+        success, message = engine.begin_weight_update()
+        assert success, message
+    yield
+    if sessions:
+        success, message = engine.end_weight_update()
+        assert success, message
 
 
 class Scene:
@@ -96,20 +110,8 @@ class Scene:
             (name, torch.full_like(tensor, float("nan")))
             for name, tensor in read_checkpoint(self.paths[0]).items()
         ]
-        with self.updating():
+        with updating(self.engine):
             success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
-            assert success, message
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around SGLang's own updates, which later releases take in sessions alone."""
-        sessions = hasattr(self.engine, "begin_weight_update")
-        if sessions:
-            success, message = self.engine.begin_weight_update()
-            assert success, message
-        yield
-        if sessions:
-            success, message = self.engine.end_weight_update()
             assert success, message
 
     def settle(self) -> None:

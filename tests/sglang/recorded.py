@@ -45,8 +45,8 @@ REQUESTS_WITH_SESSIONS = REQUESTS | {
         "selector",
         "torch_empty_cache",
     ),
-    "BeginWeightUpdateReqInput": ("selector",),
-    "EndWeightUpdateReqInput": (),
+    "BeginWeightUpdateReqInput": ("rid", "selector"),
+    "EndWeightUpdateReqInput": ("rid",),
 }
 SESSION_METHODS: dict[str, tuple[str, ...]] = {
     "begin_weight_update": ("self", "obj", "request"),

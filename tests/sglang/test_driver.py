@@ -117,7 +117,7 @@ def test_everything_that_is_wrong_with_an_engine_is_told_at_once(drive: Drive) -
         "pp_size": 2,
         "enable_eplb": True,
         "weight_cache_mode": "read",
-        "speculative_algorithm": "EAGLE",
+        "speculative_algorithm": "DFLASH",
         # Stores that a flush leaves.
         "hicache_storage_backend": "file",
         "enable_lmcache": True,
@@ -132,18 +132,46 @@ def test_everything_that_is_wrong_with_an_engine_is_told_at_once(drive: Drive) -
     assert not driven.manager.attached
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle3", "STANDALONE", "DFLASH", "of a plugin"])
-def test_an_engine_whose_drafter_would_keep_old_weights_is_refused(drive: Drive, algorithm: str) -> None:
-    driven = drive(speculative_algorithm=algorithm)
-    with pytest.raises(RefitError, match="speculative_algorithm") as caught:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "another"}, "was not read"),
+        ({"speculative_algorithm": "of a plugin"}, "was not read"),
+        ({"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "policy"}, "own weights"),
+        ({"speculative_algorithm": "eagle3"}, "own weights"),
+        ({"speculative_algorithm": "EAGLE", "speculative_token_map": "map.pt"}, "speculative_token_map"),
+        ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "enable_multi_layer_eagle"),
+    ],
+)
+def test_an_engine_whose_drafter_would_keep_old_weights_in_silence_is_refused(
+    drive: Drive, settings: dict[str, Any], told: str
+) -> None:
+    driven = drive(**settings)
+    with pytest.raises(RefitError, match=told) as caught:
         driven.open()
     assert caught.value.stage == "settings"
     assert driven.manager.calls == []
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "ngram"])
-def test_an_engine_that_drafts_without_weights_is_taken(drive: Drive, algorithm: str) -> None:
-    assert drive(speculative_algorithm=algorithm).refit.version == -1
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_algorithm": "NGRAM"},
+        {"speculative_algorithm": "ngram"},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "policy"},
+        {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "another"},
+        {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": "another",
+            "speculative_token_map": "map.pt",
+        },
+    ],
+)
+def test_an_engine_that_drafts_without_weights_or_whose_drafter_follows_or_is_known_to_stay_is_taken(
+    drive: Drive, settings: dict[str, Any]
+) -> None:
+    assert drive(**settings).refit.version == -1
 
 
 def test_a_store_that_was_attached_to_a_running_engine_is_refused_until_it_is_detached(drive: Drive) -> None:

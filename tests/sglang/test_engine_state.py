@@ -347,6 +347,7 @@ class Scheduler:
 
         self.weight_updater = types.SimpleNamespace(offload_tags={"weights"})
         self._engine_paused = False
+        self.draft_worker = None
         self._request_dispatcher = types.SimpleNamespace(
             _mapping={GetInternalStateReq: self.get_internal_state}
         )

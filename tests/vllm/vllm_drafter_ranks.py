@@ -28,7 +28,7 @@ from rlrefit.integration.errors import PlanError
 from tests.vllm_cpu import accept_experts_without_gates
 
 if TYPE_CHECKING:
-    from rlrefit.workers.engines.vllm.drafted import DraftedDestination
+    from rlrefit.workers.engines.common.drafted import DraftedDestination
 
 # Family → vLLM's class of its MTP layers.
 DRAFTERS = {
@@ -136,12 +136,12 @@ def _one_case(case: Case, apart: bool) -> DraftedRank:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     from rlrefit.workers.engines.vllm.destination import VllmDestination
-    from rlrefit.workers.engines.vllm.drafted import DraftedDestination, DrafterDestination
+    from rlrefit.workers.engines.vllm.drafted import DrafterDestination, drafted_destination
 
     pair, config = _loaded_pair(case, case.path_a, apart)
     a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
     device = torch.device("cpu")
-    destination = DraftedDestination(
+    destination = drafted_destination(
         VllmDestination(pair.served, config, device),
         DrafterDestination(pair.drafter, pair.served, config, device),
         config,
@@ -176,9 +176,9 @@ def _one_case(case: Case, apart: bool) -> DraftedRank:
 
 def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, found: DraftedRank) -> None:
     """Manifests without one weight of the MTP layers, and without any."""
-    from rlrefit.workers.engines.vllm.drafters import mtp_weights
+    from rlrefit.workers.engines.common.drafted import mtp_weights
 
-    drafted = set(mtp_weights(tensors, destination._vllm_config))
+    drafted = set(mtp_weights(tensors, destination._layers))
     for name in sorted(drafted):
         try:
             destination.routes(manifest_of({n: t for n, t in tensors.items() if n != name}))

@@ -19,6 +19,7 @@ from ....integration.errors import RefitError, RefitTimeout
 from ..common.answers import raise_refit_errors
 from ..common.http_calls import STAGE, HttpCalls
 from .compat import STORES, TESTED, require_calls, stores_of, unsupported_settings, warn_of_untested
+from .drafters import DRAFTER_SETTINGS, SESSION
 from .engine_state import EngineState
 from .loader import LOADER
 
@@ -50,7 +51,7 @@ SETTINGS = (
     "disaggregation_mode",
     "disable_radix_cache",
     "enable_hierarchical_cache",
-    "speculative_algorithm",
+    *DRAFTER_SETTINGS,
     *STORES,
 )
 
@@ -286,11 +287,11 @@ class EngineCalls:
             RefitError: another caller's is open.
         """
         if self._session:
-            self._caller.call(Step("end_weight_update"))
+            self._caller.call(Step("end_weight_update", {"rid": SESSION}))
         self._session = True
         # SGLang unpacks and processes all weights of the models that a session is for, even those of released memory. Workers
-        # see to the target's themselves, so the session is for drafters, of which there are none.
-        begun = self._caller.call(Step("begin_weight_update", {"selector": "draft"}))
+        # see to both themselves, so the session is for drafters, of which the scheduler lets it see none (drafters.know_drafter).
+        begun = self._caller.call(Step("begin_weight_update", {"selector": "draft", "rid": SESSION}))
         self._session = begun.success
         if not begun.success:
             raise RefitError(
@@ -299,7 +300,7 @@ class EngineCalls:
                 stage="transfer",
             )
         yield
-        self.step("end_weight_update")
+        self.step("end_weight_update", rid=SESSION)
         self._session = False
 
     def extend(self, loader: str) -> None:

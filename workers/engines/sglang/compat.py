@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....integration.errors import RefitError
+from .drafters import drafter_problems
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ _MANAGER = (
 # Prefix stores that SGLang's flush does not empty. Host memory alone (enable_hierarchical_cache) is flushed with the prefixes
 # on the device. A radix cache of another name may be any code: FlexKV, or what a package has registered.
 STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
-# Of SGLang's speculative algorithms, those without a drafter: drafts are looked up in the text so far.
-_WITHOUT_DRAFTER = frozenset({"NGRAM"})
 KEEPS_PREFIXES = (
     "keeps keys and values of earlier prompts where SGLang's flush after a refit leaves them, so that a later prompt would load "
     "what the old weights made"
@@ -101,13 +100,7 @@ def unsupported_settings(settings: Mapping[str, Any], loader: str) -> list[str]:
         problems.append(
             f"disaggregation_mode is {settings['disaggregation_mode']!r}: its queues are not flushed"
         )
-    drafts = settings["speculative_algorithm"]
-    if drafts and drafts.upper() not in _WITHOUT_DRAFTER:
-        problems.append(
-            f"speculative_algorithm is {drafts!r}, and refits don't reach the drafter, which would go on with the weights of its start: "
-            "the further the policy is trained, the fewer of its tokens are accepted (NGRAM drafts without weights)"
-        )
-    return problems + stores_of(settings)
+    return [*problems, *drafter_problems(settings), *stores_of(settings)]
 
 
 def differences() -> str:
@@ -134,6 +127,8 @@ def differences() -> str:
         *_parameters(Scheduler, "process_input_requests", "self", "recv_reqs"),
         *_attributes(Scheduler, "init_request_dispatcher", "_request_dispatcher", "get_internal_state"),
         *_attributes(Scheduler, "init_weight_updater", "weight_updater"),
+        *_attributes(Scheduler, "init_tp_model_worker", "tp_worker"),
+        *_attributes(Scheduler, "maybe_init_draft_worker", "draft_worker"),
         *_attributes(Scheduler, "pause_generation", "_engine_paused"),
         *_attributes(Scheduler, "continue_generation", "_engine_paused"),
         *_attributes(SchedulerWeightUpdaterManager, "release_memory_occupation", "offload_tags"),

@@ -24,6 +24,7 @@ from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
+from .drafters import check_follows
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
@@ -115,6 +116,14 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         with torch.no_grad():
             self._model.load_weights(self._loaded_by_sglang(weights))
 
+    def loads_alone(self, specs: Manifest) -> bool:
+        """Whether SGLang's own updates write all that this destination wants of ``specs``, by whose routes it goes from here on.
+
+        Raises:
+            RefitMismatch, PlanError: as :meth:`fragments`.
+        """
+        return not self.agree(specs).placed
+
     def abandon(self) -> None:
         """Nothing waits half loaded: what was written stays, and the engine must not generate before a refit commits."""
 
@@ -135,9 +144,14 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
         _require_no_caches(self._model)
         _require_loadable(traced)
+        check_follows(self._runner, traced.trace)
+        require_reached(traced.trace, self._to_fill(traced))
+
+    def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
+        """Names of the parameters that a manifest has to fill."""
         # No weights: they stay what they are until a calibration brings others.
         scales = {f"{name}.{kind}_scale" for name in loaded_scales(self._model) for kind in ("k", "v")}
-        require_reached(traced.trace, traced.before.keys() - scales)
+        return traced.before.keys() - scales
 
     def _routed(self, traced: Traced[SglangLayout, BlockFp8], shared: Routes) -> SglangRoutes:
         self._staged = staged_scales(traced.blocks, self._parameters, traced.before, self._staged)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ....integration.colocated.stages import KV_CACHE, WEIGHTS
 from ....integration.errors import RefitError
+from .drafters import know_drafter
 
 # The key in the internal state.
 STATE = "rlrefit_state"
@@ -68,7 +69,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
 
 
 def report_state() -> None:
-    """Make the scheduler of this process report its state from its next round on; safe to call again.
+    """Make the scheduler of this process report its state, and its worker know its drafter, from its next round on; safe to call again.
 
     A worker has no reference to its scheduler, and the scheduler has bound its handlers before a worker could replace them. But
     it looks up the method that takes a round's requests each time.
@@ -81,6 +82,7 @@ def report_state() -> None:
 
     @functools.wraps(original)
     def process_input_requests(self: Any, recv_reqs: Any) -> Any:
+        know_drafter(self)
         _add_to_internal_state(self)
         return original(self, recv_reqs)
 

@@ -20,6 +20,8 @@ from ..common.answers import answer
 from ..common.destination_mixin import DestinationRefitMixin
 from ..common.guard import WeightsGuard, call_before
 from .destination import SglangDestination
+from .drafted import SglangDraftedDestination, destination_of
+from .drafters import live_drafter
 from .kv_scales import SglangScaledCache, forget_random_scales
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
@@ -127,9 +129,9 @@ class WorkerRefit(DestinationRefitMixin):
         return device if device.type == "cpu" else torch.device(device.type, self._runner.gpu_id)
 
     @cached_property
-    def destination(self) -> SglangDestination:
+    def destination(self) -> SglangDestination | SglangDraftedDestination:
         """This worker's live model as the destination of refits; it keeps its trace over epochs."""
-        return SglangDestination(self._runner, self.device)
+        return destination_of(self._runner, self.device)
 
     def describe(self) -> dict[str, Any]:
         """``{"device": …}``: the UUID of this worker's GPU as a trainer names it, or ``cpu``."""
@@ -168,9 +170,9 @@ class WorkerRefit(DestinationRefitMixin):
         return {"scales": self._scaled_cache.live()}
 
     @cached_property
-    def bucketed(self) -> SglangDestination:
+    def bucketed(self) -> SglangDestination | SglangDraftedDestination:
         """The same for buckets: what the trainer is asked for in them is no promise to the epoch that may be open."""
-        return SglangDestination(self._runner, self.device)
+        return destination_of(self._runner, self.device)
 
     def formats(self, specs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The weights of a trainer's ``specs`` that this worker holds in FP8 blocks: ``{"weights": {name: which}, "formats": […]}``."""
@@ -202,9 +204,9 @@ class WorkerRefit(DestinationRefitMixin):
             )
         if not as_asked:
             self.bucketed.new_epoch()
-        routes = self.bucketed.agree(coming)
+        alone = self.bucketed.loads_alone(coming)
         self.refit_state.mark_dirty(version)
-        return {"placing": bool(routes.placed)}
+        return {"placing": not alone}
 
     def load(self, bucket: Mapping[str, Any]) -> dict[str, Any]:
         """A flattened bucket, in the place of SGLang's own loading of it."""
@@ -251,11 +253,18 @@ class WorkerRefit(DestinationRefitMixin):
         empty_cache(self.device)
         return {}
 
-    def _make_refit_destination(self) -> SglangDestination:
+    def _make_refit_destination(self) -> SglangDestination | SglangDraftedDestination:
         self.destination.new_epoch()
         return self.destination
 
     def _make_scaled_cache(self) -> SglangScaledCache:
+        if live_drafter(self._runner) is not None:
+            raise RefitError(
+                "policy.refit.kv_scales is true, and no scale reaches the attention of the drafter (speculative_algorithm), whose cache "
+                "has the same format. Nothing has moved; set it to false on all ranks of both sides, or start SGLang without a "
+                "drafter",
+                stage="settings",
+            )
         self._scaled_cache = SglangScaledCache(self._runner, self.device)
         return self._scaled_cache
 

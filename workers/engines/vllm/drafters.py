@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ....integration.errors import PlanError, RefitError
+from ..common.drafted import STAYS, mtp_weights
 from ..common.loader_trace.trace import LoaderTrace
 from .compat import MTP_SWITCH, has, kind_of
 
@@ -25,18 +25,12 @@ logger = logging.getLogger(__name__)
 
 # They look drafts up in the text so far, or hand out hidden states.
 _WITHOUT_WEIGHTS: Final = frozenset({"ngram", "[ngram]", "ngram_gpu", "suffix", "extract_hidden_states"})
-# MTP layers have a module of their own (Qwen3-Next, MiMo, LongCat, ERNIE), or follow the last layer (DeepSeek, GLM).
-_MTP_MODULE: Final = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
-_LAYER: Final = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
-# Of what the model has itself. Megatron-Bridge exports GLM-4.7-Flash's for a trainer without MTP layers, too.
-_COPIES: Final = ("embed_tokens.weight", "shared_head.head.weight")
 # Their loaders refuse a call without weights of each MTP layer, and have no other switch.
 _MODELS: Final = "vllm.model_executor.models"
 _WANT_ALL_LAYERS: Final = (
     f"{_MODELS}.deepseek_mtp.DeepSeekMTP",
     f"{_MODELS}.deepseek_v4_mtp.DeepSeekV4MTP",
 )
-STAYS: Final = "refits don't reach the drafter, which would go on with the weights of its start"
 
 
 def has_weights(method: str | None) -> bool:
@@ -122,7 +116,7 @@ def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
         return
     # Tensors of other ranks are left aside too, so that the name has to tell.
     aside = (n for n, touched in trace.touched.items() if not touched and n not in trace.unknown)
-    trained = sorted(mtp_weights(aside, vllm_config))
+    trained = sorted(mtp_weights(aside, layers_of(vllm_config)))
     if trained:
         raise PlanError(
             f"the engine decodes speculatively ({speculative.method}) with MTP layers of another checkpoint ({speculative.model}), "
@@ -134,15 +128,9 @@ def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
         )
 
 
-def mtp_weights(names: Iterable[str], vllm_config: Any) -> Iterator[str]:
-    """Those of ``names`` that are MTP layers' own weights, by the names that checkpoints give them."""
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    for name in names:
-        layer = _LAYER.match(name)
-        if name.endswith(_COPIES):
-            continue
-        if _MTP_MODULE.search(name) or (layer and int(layer[1]) >= layers):
-            yield name
+def layers_of(vllm_config: Any) -> int:
+    """The layers of the served model, without its MTP layers."""
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
 
 
 def live_drafter(runner: Any) -> nn.Module | None:

@@ -22,8 +22,8 @@ from .drafters import live_drafter
 from .patches import Refitted, prepare_worker_process
 
 if TYPE_CHECKING:
+    from ..common.drafted import DraftedDestination
     from .destination import VllmDestination
-    from .drafted import DraftedDestination
     from .worker_refit import WorkerRefit
 
 

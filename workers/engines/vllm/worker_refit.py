@@ -11,10 +11,11 @@ from vllm.distributed import get_pp_group
 from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.errors import RefitError
 from ..common.destination_mixin import DestinationRefitMixin
+from ..common.drafted import STAYS, DraftedDestination
 from .compat import ADAPTERS, KV_SCALES, SPECULATIVE, require_supported_runner, require_supported_vllm
 from .destination import VllmDestination
-from .drafted import DraftedDestination, DrafterDestination
-from .drafters import STAYS, check_drafter, live_drafter, may_follow
+from .drafted import DrafterDestination, drafted_destination
+from .drafters import check_drafter, live_drafter, may_follow
 from .guard import guard_worker
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class WorkerRefit(DestinationRefitMixin):
                 f"where rlrefit looks for it, so {STAYS}. Start vLLM without speculative_config, or install a newer rlrefit",
                 stage="trace",
             )
-        return DraftedDestination(
+        return drafted_destination(
             served, DrafterDestination(drafter, runner.get_model(), config, runner.device), config
         )
 

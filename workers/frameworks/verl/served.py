@@ -12,11 +12,13 @@ from ....integration.control.world import RefitWorld
 from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang.loader import LOADER
-from ...engines.vllm.drafters import STAYS, has_weights
+from ...engines.vllm.drafters import has_weights
 from .options import EXTENSION, PACKS, QUANTIZES
 from .orders import Order
 
-_NOT_RUN = "of drafters, refits reach vLLM's MTP layers alone, and that has not run under verl"
+_NOT_RUN = (
+    "of drafters, refits reach MTP layers of the served checkpoint alone, and that has not run under verl"
+)
 _HAVE_IT_QUANTIZED = (
     f"shard to shard, the trainer quantizes for such an engine: set {QUANTIZES}=true, or take checkpoint_engine.backend=nccl_xfer, "
     "which sends BF16 for verl to quantize"
@@ -83,7 +85,7 @@ def _asked_of_sglang(rollout: Mapping[str, Any], sglang: Mapping[str, Any]) -> l
     speculative = sglang.get("speculative_algorithm")
     if speculative and str(speculative).upper() != "NGRAM":
         found.append(
-            f"rollout.engine_kwargs.sglang.speculative_algorithm is {speculative}; {STAYS}; leave it out, or take NGRAM"
+            f"rollout.engine_kwargs.sglang.speculative_algorithm is {speculative}; {_NOT_RUN}; leave it out, or take NGRAM"
         )
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if rollout.get(key, 1) > 1:

@@ -1,0 +1,133 @@
+"""SGLang engines whose MTP layers draft, as real ones on a CPU: they follow each refit, bit for bit as SGLang loads them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import EngineDirty, PlanError
+from rlrefit.workers.engines.common.drafted import mtp_weights
+from rlrefit.workers.engines.sglang.sender import SglangSender
+from tests.families.chains import write_chain
+from tests.gpu.vllm_trainer import CheckpointSource
+
+from .drafting_engine import Drafting
+from .test_real_engine import CONFIG, Trainer
+
+pytestmark = [
+    # An engine's processes each load for many seconds.
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+CPU = torch.device("cpu")
+LAYERS = 2
+# Of sizes that its kernels in Triton have.
+GLM = {"head_dim": 64, "max_position_embeddings": 512, "norm_topk_prob": True, "moe_intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
+    folder = tmp_path_factory.mktemp("drafting")
+    paths = [folder / str(index) for index in (0, 1)]
+    chains = [
+        write_chain("glm4_moe", path, index, drafts=index == 1, changes=GLM)
+        for index, path in enumerate(paths)
+    ]
+    found = Drafting([str(path) for path in paths], chains)
+    yield found
+    found.engine.shutdown()
+
+
+class _Chosen(CheckpointSource):
+    """A trainer without some of the weights."""
+
+    def __init__(self, paths: list[str], without: set[str]) -> None:
+        super().__init__(paths, CPU)
+        self._without = without
+
+    def specs(self) -> list[Any]:
+        return [spec for spec in super().specs() if spec.name not in self._without]
+
+
+def _trained(scene: Drafting) -> set[str]:
+    return set(mtp_weights((spec.name for spec in CheckpointSource(scene.paths, CPU).specs()), LAYERS))
+
+
+def test_both_checkpoints_differ_in_all_that_a_refit_brings(scene: Drafting) -> None:
+    first, second = scene.expected
+    same = {name for name in first if first[name] == second[name]}
+    # What is zero or one in both, and no weight.
+    alike = ("o_proj.weight", "down_proj.weight", "w2_weight", "embed_tokens.weight", "cos_sin_cache")
+    assert [name for name in same if not name.endswith(alike)] == []
+    assert len([name for name in first if name.startswith("drafter.") and name not in same]) > 8
+    assert scene.shared() >= {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_the_drafter_follows_shard_to_shard_as_sglang_loads_it_and_its_drafts_are_right(
+    scene: Drafting,
+) -> None:
+    assert scene.drafts(0) == 0
+    trainer = Trainer(scene.paths, 1)
+    meeting, joining = trainer.begin_to_meet()
+    [found] = scene.refit.init_refit(meeting, 1, CONFIG)
+    joining.result()
+    assert found["unused"] == 0
+    print("REASONS", scene.refit.calls.ask("digests")[0]["reasons"])
+    for version, index in enumerate((1, 0, 1)):
+        scene.poison()
+        sending = trainer.send(index, version)
+        [record] = scene.refit.refit(version)
+        sending.result()
+        assert record["bytes_bulk"] > 20 * record["bytes_misc"]
+        assert scene.digests() == scene.expected[index]
+        assert scene.refit.version == version
+    assert scene.drafts(1) == 1
+    trainer.close()
+
+
+def test_the_drafter_follows_in_buckets_also_after_a_sleep(scene: Drafting) -> None:
+    source = CheckpointSource(scene.paths, CPU)
+    sender = SglangSender(source, scene.refit, "cpu", 1 << 16)
+    for version, index in enumerate((0, 1), 10):
+        source.take_on(index)
+        scene.poison()
+        sender.refit(version)
+        assert scene.digests() == scene.expected[index]
+    scene.refit.sleep()
+    scene.refit.wake(["weights"])
+    with pytest.raises(EngineDirty):
+        scene.refit.require_servable()
+    source.take_on(0)
+    sender.refit(12)
+    scene.refit.wake(["kv_cache"])
+    assert scene.digests() == scene.expected[0]
+    assert scene.drafts(0) == 0
+
+
+def test_a_trainer_without_a_part_of_the_mtp_layers_is_refused_and_one_without_any_leaves_them(
+    scene: Drafting,
+) -> None:
+    scene.load(0)
+    before = scene.digests()
+    trained = _trained(scene)
+    missing = "model.layers.2.eh_proj.weight"
+    assert missing in trained
+    source = _Chosen(scene.paths, {missing})
+    with pytest.raises(PlanError) as caught:
+        SglangSender(source, scene.refit, "cpu", 1 << 20).refit(20)
+    assert "eh_proj" in str(caught.value.parameter)
+    assert scene.digests() == before
+    source = _Chosen(scene.paths, trained)
+    source.take_on(1)
+    SglangSender(source, scene.refit, "cpu", 1 << 20).refit(21)
+    after = scene.digests()
+    shared = {f"drafter.{name}" for name in scene.shared()}
+    for name, digest in after.items():
+        kept = name.startswith("drafter.") and name not in shared
+        assert digest == (before if kept else scene.expected[1])[name], name
+    # What it drafts with the old layers is of no chain that the model follows.
+    assert scene.drafts(1) < 1
