@@ -183,7 +183,7 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
 def _engines(
     config: TrainConfig, model_path: str, inputs: RunInputs, gpus: int, beside: ActorGroup | None
 ) -> RolloutGroup:
-    stop, pad = inputs.stop_token_ids, inputs.tokenizer.pad_token_id
+    stop, pad = inputs.stop_token_ids, inputs.pad_token_id
     if config.generation.backend == "vllm":
         return VllmRollouts(config, model_path, stop, gpus, beside)
     if config.generation.backend == "sglang":

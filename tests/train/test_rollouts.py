@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.loop import step_metrics
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.vllm import VllmActor
+from rlrefit.recipes.run.inputs import RunInputs
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.recipes.tiny.make_tokenizer import PAD, vocabulary
 from rlrefit.workers.checkpoint_folder import ending_tokens
 from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
@@ -52,6 +56,25 @@ def test_transformers_ends_a_completion_at_the_first_of_its_ending_tokens(tmp_pa
         assert not set(completion.token_ids[:-1]) & set(STOP)
         assert completion.finished or len(completion.token_ids) == 6
         assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_tokenizer_without_a_padding_token_and_one_with_a_token_behind_the_embedding_pad_with_one_that_the_model_knows(
+    tmp_path: Path,
+) -> None:
+    def padding(**changes: Any) -> tuple[int, Any]:
+        folder = make_checkpoint("qwen3", tmp_path / f"model{len(list(tmp_path.iterdir()))}")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+        tokenizer.save_pretrained(folder)
+        inputs = RunInputs(load_config("grpo_tiny", [f"model.path={folder}"]), str(folder))
+        first = inputs.first_prompts(8)
+        assert first.input_ids.max() < len(vocabulary())
+        return inputs.pad_token_id, inputs.tokenizer.pad_token_id
+
+    assert padding() == (vocabulary()[PAD],) * 2
+    assert padding(pad_token=None) == (0, None)
+    assert padding(pad_token="[behind]") == (0, len(vocabulary()))
 
 
 class Driver:
