@@ -146,6 +146,8 @@ def _train_in(
             mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
             if resumed:
                 trainers.load(resumed.folder)
+                # Checkpoints of before have none.
+                mover.load_state(resumed.extra.get("refits", {}))
             elif config.policy.qat == "w4a4":
                 trainers.calibrate_inputs(inputs.first_prompts(config.algorithm.prompts_per_step))
         collector = ExperienceCollector(config, engines, inputs, scorer)
