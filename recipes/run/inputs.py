@@ -115,7 +115,7 @@ class RunInputs:
 def _beyond(prompts: PromptDataset, vocabulary: int) -> str:
     """Which prompt has a token that the model does not know, and what to do; empty if none has.
 
-    An embedding over tensor-parallel ranks would take such a token for zeros, and say nothing.
+    Megatron's embedding over tensor-parallel ranks takes such a token for zeros, and says nothing.
     """
     for prompt in (prompts[index] for index in range(len(prompts))):
         if (token := max(prompt.token_ids)) >= vocabulary:
