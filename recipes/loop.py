@@ -177,7 +177,8 @@ class TrainingLoop:
 
     def _save(self, step: int) -> None:
         try:
-            with self._checkpoints.writing(step, {"sampler": self._collector.position}) as unfinished:
+            extra = {"sampler": self._collector.position, "refits": self._refits.state()}
+            with self._checkpoints.writing(step, extra) as unfinished:
                 unfinished.files.update(self._trainers.save(unfinished.folder))
         except (OSError, ValueError) as error:  # a full disk; ranks that don't see the driver's files
             raise RunError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class Refits:
         self._engines = engines
         self._records = records
         self._timeout_s = config.ray.timeout_s
+        self._calibrates = config.policy.refit.kv_scales
         self._kv_scales: dict[str, float] | None = None
         self._engine = config.refit_engine
         self._backend = config.generation.backend
@@ -70,6 +71,15 @@ class Refits:
             RunError: a rank failed, or what goes into its attention is not finite.
         """
         self._kv_scales = self._trainers.calibrate_kv_scales(batch, _KV_MARGINS[self._backend])
+
+    def state(self) -> dict[str, Any]:
+        """What the next refit brings besides the weights, as JSON has it, for a checkpoint."""
+        return {"kv_scales": self._kv_scales}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; one of a run that calibrated no scales has none."""
+        if self._calibrates:
+            self._kv_scales = state.get("kv_scales")
 
     def run(self, version: int) -> RefitSummary | None:
         """Move all weights to all engines and commit ``version``; None if nothing was moved.

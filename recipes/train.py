@@ -146,6 +146,8 @@ def _train_in(
             mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
             if resumed:
                 trainers.load(resumed.folder)
+                # Checkpoints of before have none.
+                mover.load_state(resumed.extra.get("refits", {}))
             elif config.policy.qat == "w4a4":
                 trainers.calibrate_inputs(inputs.first_prompts(config.algorithm.prompts_per_step))
         collector = ExperienceCollector(config, engines, inputs, scorer)
@@ -183,7 +185,7 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
 def _engines(
     config: TrainConfig, model_path: str, inputs: RunInputs, gpus: int, beside: ActorGroup | None
 ) -> RolloutGroup:
-    stop, pad = inputs.stop_token_ids, inputs.tokenizer.pad_token_id
+    stop, pad = inputs.stop_token_ids, inputs.pad_token_id
     if config.generation.backend == "vllm":
         return VllmRollouts(config, model_path, stop, gpus, beside)
     if config.generation.backend == "sglang":

@@ -6,7 +6,7 @@ Each check yields sentences that begin with the key to change and end with the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import reduce
 from typing import Any
 
@@ -19,6 +19,7 @@ from .drafting import MTP, mtp_violations, speculation_violations
 from .engines import ENABLED, VLLM_LORA_RANKS, colocated_violations, sglang_violations
 from .errors import Violation
 from .schema import TrainConfig
+from .schema_check import leaves
 from .weight_dtypes import weight_dtype_violations
 
 CHOICES = {
@@ -40,7 +41,6 @@ CHOICES = {
 
 # Least value of each whole number, and what a smaller one would mean.
 LEAST = {
-    "seed": (0, "is no seed for numpy and torch"),
     "data.max_prompt_tokens": (1, "drops every prompt"),
     "algorithm.steps": (1, "trains nothing"),
     "algorithm.prompts_per_step": (1, "leaves a step without rollouts"),
@@ -74,6 +74,7 @@ LEAST = {
 
 # (key, whether the value is possible, what is wrong and what is possible); null is possible where it is a type.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("seed", lambda v: 0 <= v < 2**31, "is no seed of which those of single rollouts can be made, in 64 bits; give 0 or more and less than 2147483648"),
     ("algorithm.clip_low", lambda v: 0 < v < 1, "puts the lower bound 1 - clip_low outside (0, 1); give a number above 0 and below 1"),
     ("algorithm.clip_high", lambda v: v > 0, "puts the upper bound 1 + clip_high at or below 1; give a number above 0"),
     ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),
@@ -94,7 +95,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("trainer.optimizer.beta2", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
     ("trainer.optimizer.eps", lambda v: v > 0, "divides by zero where gradients vanish; give a number above 0"),
     ("trainer.optimizer.grad_clip", lambda v: v >= 0, "is no norm; give a number above 0, or 0 for no clipping"),
-    ("generation.temperature", lambda v: v > 0, "makes the rollouts of a group equal, so nothing is learned; give a number above 0"),
+    ("generation.temperature", lambda v: v >= 0.01, "makes the rollouts of a group nearly equal, and below 0.01 vLLM samples at 0.01, unlike what the trainer computes; give at least 0.01"),
     ("generation.vllm.max_num_seqs", lambda v: v >= 1, "never decodes; give at least 1, or null"),
     ("generation.vllm.gpu_memory_utilization", lambda v: 0 < v <= 1, "is no part of a GPU's memory; give a number above 0 and at most 1"),
     ("generation.vllm.max_model_len", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
@@ -113,6 +114,40 @@ def config_violations(config: TrainConfig) -> list[Violation]:
     # A layout of 0 or a negative batch is one mistake: combinations that build on it would only repeat it.
     pairs = [v for check in _COMBINATIONS for v in check(config, bad) if not bad.intersection(v.keys)]
     return singles + pairs
+
+
+# Keys that are read in some runs alone: the start of their names, whether this run reads them, and which runs do.
+_READ_WHERE: tuple[tuple[str, Callable[[TrainConfig], bool], str], ...] = (
+    ("generation.vllm.", lambda c: c.generation.backend == "vllm", "generation.backend=vllm"),
+    ("generation.sglang.", lambda c: c.generation.backend == "sglang", "generation.backend=sglang"),
+    ("trainer.lora.", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank above 0"),
+    ("trainer.optimizer.lr_decay_steps", lambda c: c.trainer.optimizer.lr_decay != "constant", "trainer.optimizer.lr_decay linear or cosine"),
+    ("trainer.optimizer.min_lr", lambda c: c.trainer.optimizer.lr_decay != "constant", "trainer.optimizer.lr_decay linear or cosine"),
+    ("algorithm.max_sampling_rounds", lambda c: c.algorithm.dynamic_sampling, "algorithm.dynamic_sampling=true"),
+    ("algorithm.overlong_penalty", lambda c: c.algorithm.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
+    ("reward.timeout_s", lambda c: c.reward.processes > 0, "reward.processes above 0"),
+)  # fmt: skip
+
+
+def unread_violations(config: TrainConfig, given: Collection[str]) -> Iterator[Violation]:
+    """Keys that the user gives for this run, and that it does not read.
+
+    Those of a recipe's file are left alone: it may be written for several engines.
+
+    Args:
+        config: the recipe.
+        given: dotted keys of the overrides.
+    """
+    for key, default in leaves(TrainConfig()):
+        value = value_at(config, key)
+        if value == default or not any(name == key or name.startswith(f"{key}.") for name in given):
+            continue
+        for start, read, where in _READ_WHERE:
+            if key.startswith(start) and not read(config):
+                yield Violation(
+                    (key,),
+                    f"{key}: {_shown(value)} has no effect, since it is read with {where} alone; leave it out, or give that too",
+                )
 
 
 def _singles(config: TrainConfig) -> Iterator[Violation]:

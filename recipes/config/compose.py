@@ -37,11 +37,13 @@ class Composed:
     Attributes:
         tree: nested values with their interpolations unresolved.
         origins: where a dotted key got its value: ``file:line`` or the override.
+        given: dotted keys that an override gives.
         violations: of the files and the overrides' grammar.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
     violations: list[Violation] = field(default_factory=list)
 
 
@@ -217,7 +219,9 @@ def _apply(override: Override, config: DictConfig, composed: Composed) -> None:
         composed.violations.append(Violation((key,), text))
     else:
         place = f"override {override.input_line!r}"
-        composed.origins.update(dict.fromkeys(_keys_of(key, override.value()), place))
+        keys = [*_keys_of(key, override.value())]
+        composed.origins.update(dict.fromkeys(keys, place))
+        composed.given.update(keys)
 
 
 def _keys_of(key: str, value: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..configs import bundled_recipes
-from .checks import config_violations
+from .checks import config_violations, unread_violations
 from .compose import compose_recipe
 from .errors import ConfigError, Violation
 from .machine import (
@@ -59,6 +59,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = Fa
     refused_keys = {key for violation in [*composed.violations, *refused] for key in violation.keys}
     checked = [
         *config_violations(config),
+        *unread_violations(config, composed.given),
         *file_violations(config),
         *_model_checks(config),
         *gpu_violations(config, torch.cuda.device_count()),

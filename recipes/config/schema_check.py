@@ -31,7 +31,7 @@ def check_tree(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Violation]]:
     assert isinstance(config, TrainConfig)
     violations += [
         Violation((path,), f"{path}: {value} is not finite; give a number")
-        for path, value in _leaves(config)
+        for path, value in leaves(config)
         if isinstance(value, float) and not math.isfinite(value)
     ]
     return config, violations
@@ -67,7 +67,7 @@ def _assigned(target: DictConfig, key: str, value: Any, wanted: Any) -> bool:
 
 def _resolve(filled: DictConfig) -> Iterator[Violation]:
     """Replaces interpolations that fail, and values that are still to be given, by the default."""
-    for path, default in _leaves(TrainConfig()):
+    for path, default in leaves(TrainConfig()):
         section, _, key = path.rpartition(".")
         node = OmegaConf.select(filled, section) if section else filled
         if OmegaConf.is_missing(node, key):
@@ -76,7 +76,11 @@ def _resolve(filled: DictConfig) -> Iterator[Violation]:
             try:
                 value = node[key]
                 if OmegaConf.is_config(value):
-                    OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                if not isinstance(default, list | dict) or not OmegaConf.is_interpolation(node, key):
+                    continue
+                # OmegaConf converts what an interpolation leads to for numbers and strings, and takes anything for lists and mappings.
+                node[key] = value
                 continue
             except OmegaConfBaseException as error:
                 raw = OmegaConf.to_container(node, resolve=False)
@@ -98,21 +102,21 @@ def _refit_violations(filled: DictConfig) -> Iterator[Violation]:
         yield Violation((path,), text)
 
 
-def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key and value of all that is no section."""
     for entry in dataclasses.fields(section):
         value = getattr(section, entry.name)
         path = f"{prefix}.{entry.name}" if prefix else entry.name
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, path)
+            yield from leaves(value, path)
         else:
             yield path, value
 
 
 def _elsewhere(key: str, path: str) -> list[str]:
     """Keys of this name in any section, or else the one nearest to this path."""
-    leaves = [name for name, _ in _leaves(TrainConfig())]
-    sections = {leaf[:dot] for leaf in leaves for dot, letter in enumerate(leaf) if letter == "."}
-    every = [*leaves, *sorted(sections)]
+    named = [name for name, _ in leaves(TrainConfig())]
+    sections = {leaf[:dot] for leaf in named for dot, letter in enumerate(leaf) if letter == "."}
+    every = [*named, *sorted(sections)]
     same = [name for name in every if name.rpartition(".")[2] == key.rpartition(".")[2]]
     return same or difflib.get_close_matches(path, every, n=1, cutoff=0.75)

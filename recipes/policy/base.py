@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...workers.trainers.colocated import ColocatedRank
 from ...workers.trainers.qat.config import QATConfig
 from ..algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .batch import BatchSplit, PolicyBatch
-from .state import CheckpointError, Files, read_rank_state, write_rank_state
+from .state import CheckpointError, Files, frozen_digest, read_rank_state, write_rank_state
 
 __all__ = ["AdamConfig", "CheckpointError", "OnLogits", "Policy", "PolicyBatch", "PolicyConfig"]
 
@@ -214,14 +215,15 @@ class Policy(ABC):
             The files that this rank wrote, hashed as they were written.
         """
         state, files = self._save_state(Path(folder))
-        state = {"identity": self._identity(), "step": self.step, **state}
+        identity = {"identity": self._identity(), "reference": self._reference}
+        state = {**identity, "step": self.step, **state}
         return files | write_rank_state(folder, dist.get_rank(), state)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what :meth:`save` wrote, bit for bit.
 
         Raises:
-            CheckpointError: this rank's file is missing or damaged, or was saved with another layout or optimizer.
+            CheckpointError: this rank's file is missing or damaged, or was saved with another layout, optimizer or reference policy.
         """
         state = read_rank_state(folder, dist.get_rank())
         saved, present = state.pop("identity"), self._identity()
@@ -237,9 +239,27 @@ class Policy(ABC):
                 + ". Each rank's file holds that rank's shards and schedule; resume with the settings that saved "
                 "it, or start anew from exported weights"
             )
+        # None of a run without a reference policy, which may have one from now on.
+        reference = state.pop("reference", None)
+        if None not in (reference, self._reference) and reference != self._reference:
+            raise CheckpointError(
+                f"checkpoint {folder} can't be resumed here: the reference policy, which model.path holds, has other weights than the "
+                "one that the run began with, so that the KL penalty would pull towards another model. Give the model.path of "
+                "then, or kl_coef 0"
+            )
         step = state.pop("step")
         self._load_state(Path(folder), state)
         self.step = step
+
+    @cached_property
+    def _reference(self) -> str | None:
+        """Of this rank's part of a reference policy of its own; None without. One that is the model without adapters is its base."""
+        own = self.reference is not None and self.reference is not self.model
+        return (
+            frozen_digest(self.reference if isinstance(self.reference, list) else [self.reference])
+            if own
+            else None
+        )
 
     def _identity(self) -> dict[str, Any]:
         """What a rank's state depends on: how it is cut, and how it goes on."""

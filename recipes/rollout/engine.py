@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...integration.config import RefitConfig
+from ...integration.errors import RefitError
 from ...workers.checkpoint_folder import checkpoint_folder
 from ...workers.engines.common.completion import Completion
 from ..config.model import local_hf_config
@@ -20,6 +21,31 @@ logger = logging.getLogger(__name__)
 _NAME = "generation engine"
 # Seconds for an engine's own processes to stop before they are killed.
 _CLOSE_S = 30.0
+
+
+def require_ended(
+    reason: str, told: object, tokens: int, sampling: Sampling, engine: str, remedy: str
+) -> None:
+    """Check that a completion ended by itself or with its last token.
+
+    Args:
+        reason: why it ended: ``stop``, ``length`` or something else.
+        told: all that the engine tells of its end.
+        tokens: that it has.
+        sampling: how it was sampled.
+        engine: its name.
+        remedy: against an early end.
+
+    Raises:
+        RefitError: the engine cut it off, as one that was aborted; it would be judged and trained on as a whole one.
+    """
+    if reason == "stop" or (reason == "length" and tokens >= sampling.max_new_tokens):
+        return
+    raise RefitError(
+        f"{engine} ended a completion after {tokens} of {sampling.max_new_tokens} tokens ({told}), so that it would count as one "
+        f"that ran out of tokens. Nothing of this batch is used; {remedy}",
+        stage="generate",
+    )
 
 
 class EngineActor(HostActor, SleepCalls):

@@ -155,7 +155,7 @@ class ExperienceCollector:
 
     def batch(self, experience: Experience) -> PolicyBatch:
         """The trainer's batch of a step's rollouts."""
-        return policy_batch(experience.rollouts, self._inputs.tokenizer.pad_token_id)
+        return policy_batch(experience.rollouts, self._inputs.pad_token_id)
 
     def validate(self) -> float:
         """Mean score of greedy completions of the first ``validation.samples`` held-out prompts."""

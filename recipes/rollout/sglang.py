@@ -8,7 +8,7 @@ from typing import Any
 
 from ...integration.colocated.stages import SleepingEngine
 from ...integration.config import RefitConfig
-from ...integration.errors import RefitError, RefitMismatch
+from ...integration.errors import RefitMismatch
 from ...workers.engines.common.awaited import Forwarded
 from ...workers.engines.common.completion import Completion
 from ...workers.engines.sglang.callers import EngineCaller
@@ -16,7 +16,7 @@ from ...workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from ..config.schema import TrainConfig
 from .arguments import request_seed, sglang_arguments
 from .base import Sampling
-from .engine import EngineActor, EngineRollouts
+from .engine import EngineActor, EngineRollouts, require_ended
 
 Outputs = list[dict[str, Any]]
 
@@ -135,15 +135,8 @@ class SglangActor(EngineActor):
         sampled = [(int(token), float(logprob)) for logprob, token, *_ in told["output_token_logprobs"]]
         tokens = [token for token, _ in sampled]
         end = told["finish_reason"]
-        if end["type"] not in ("stop", "length") or (
-            end["type"] == "length" and len(tokens) < sampling.max_new_tokens
-        ):
-            raise RefitError(
-                f"SGLang ended a completion after {len(tokens)} of {sampling.max_new_tokens} tokens ({end}), so that it would "
-                "count as one that ran out of tokens. Nothing of this batch is used; give SGLang a longer context_length or a "
-                "larger max_total_tokens, and abort no requests",
-                stage="generate",
-            )
+        remedy = "give SGLang a longer context_length or a larger max_total_tokens, and abort no requests"
+        require_ended(end["type"], end, len(tokens), sampling, "SGLang", remedy)
         if version >= 0 and told["weight_version"] != str(version):
             raise RefitMismatch(
                 f"SGLang says that a completion is of weights {told['weight_version']!r}, and its workers serve version {version}: "

@@ -14,7 +14,7 @@ from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup
 from .arguments import engine_seed, request_seed, vllm_arguments, vllm_bundles
 from .base import Sampling
-from .engine import EngineActor, EngineRollouts
+from .engine import EngineActor, EngineRollouts, require_ended
 
 if TYPE_CHECKING:
     from ...workers.engines.vllm.colocated import VllmSleeper
@@ -76,7 +76,7 @@ class VllmActor(EngineActor):
             for index in range(len(prompts))
         ]
         generated = self._driver.generate([{"prompt_token_ids": p} for p in prompts], parameters)
-        return [self._completion(found.output.outputs[0], version) for found in generated]
+        return [self._completion(found.output.outputs[0], sampling, version) for found in generated]
 
     @property
     def sleeper(self) -> VllmSleeper:
@@ -91,8 +91,10 @@ class VllmActor(EngineActor):
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
 
-    def _completion(self, output: Any, version: int) -> Completion:
+    def _completion(self, output: Any, sampling: Sampling, version: int) -> Completion:
         tokens = list(output.token_ids)
+        remedy = "look for the cause in vLLM's log, and abort no requests"
+        require_ended(output.finish_reason, output.finish_reason, len(tokens), sampling, "vLLM", remedy)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
         return Completion(tokens, logprobs, bool(tokens) and tokens[-1] in self._stop, version)
 

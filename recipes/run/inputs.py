@@ -12,7 +12,7 @@ from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check
 from ..config.load import ConfigError, model_violations, resolve_data_path
 from ..config.schema import TrainConfig
 from ..data.dataset import DataError
-from ..data.prompts import PromptSampler, held_out, load_prompts
+from ..data.prompts import PromptDataset, PromptSampler, held_out, load_prompts
 from ..policy.batch import PolicyBatch
 from ..rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
 
@@ -32,6 +32,7 @@ class RunInputs:
     Attributes:
         tokenizer: of the checkpoint.
         stop_token_ids: each of them ends a completion.
+        pad_token_id: what rows are filled up with.
         train: the training prompts.
         validation: the held-out prompts.
         sampler: position in the training prompts.
@@ -70,6 +71,10 @@ class RunInputs:
         # The tokenizer's is what its chat template ends turns with, which the checkpoint's own need not have.
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         self.stop_token_ids = tuple(dict.fromkeys([*own, *ending]))
+        vocabulary = hf_config.get_text_config().vocab_size
+        padding = self.tokenizer.pad_token_id
+        # Llama's tokenizers have none, and others one that was added behind the embedding. No token sees padding, so any will do.
+        self.pad_token_id = 0 if padding is None or padding >= vocabulary else padding
         data, wrong = config.data, model_violations(config, hf_config)
 
         def read[Read](key: str, reading: Callable[..., Read], *arguments: Any) -> Read | None:
@@ -87,6 +92,11 @@ class RunInputs:
         ]
         reward = read("reward.function", load_reward, config.reward.function, config.reward.kwargs)
         train, validation = prompts
+        wrong += [
+            f"data.{part}: {problem}"
+            for part, read_in in (("train", train), ("validation", validation))
+            if read_in is not None and (problem := _beyond(read_in, vocabulary))
+        ]
         if wrong or train is None or validation is None or reward is None:
             raise ConfigError(config.name, wrong)
         self.train, self.validation = train, validation
@@ -96,7 +106,22 @@ class RunInputs:
     def first_prompts(self, count: int) -> PolicyBatch:
         """The first prompts of the training data, without completions."""
         rows = [torch.tensor(self.train[i].token_ids) for i in range(min(count, len(self.train)))]
-        pad = self.tokenizer.pad_token_id
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        padding = self.pad_token_id
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
         lengths = torch.tensor([len(row) for row in rows])
         return PolicyBatch(input_ids, torch.zeros(input_ids.shape), lengths=lengths)
+
+
+def _beyond(prompts: PromptDataset, vocabulary: int) -> str:
+    """Which prompt has a token that the model does not know, and what to do; empty if none has.
+
+    Megatron's embedding over tensor-parallel ranks takes such a token for zeros, and says nothing.
+    """
+    for prompt in (prompts[index] for index in range(len(prompts))):
+        if (token := max(prompt.token_ids)) >= vocabulary:
+            return (
+                f"the tokenizer makes token {token} of the prompt at {prompt.origin}, and the model knows {vocabulary} tokens "
+                "(vocab_size), numbered from 0; give a checkpoint whose embedding was resized to its tokenizer, or the "
+                "tokenizer that the model was trained with"
+            )
+    return ""

@@ -15,7 +15,7 @@ def test_mistakes_of_all_kinds_are_told_at_once_and_the_error_counts_them_and_na
         "algorithm.group_sise=4": "did you mean algorithm.group_size?",
         "trainer.optimizer.lr=fast": "'fast' is not a number",
         "trainer.ranks=3": "give 4 ranks or smaller parallel sizes",
-        "generation.temperature=0": "give a number above 0",
+        "generation.temperature=0": "give at least 0.01",
         "model.dtype=fp8": "one of auto, bfloat16, float32",
         "policy.refit.bucket_mb=-1": "policy.refit.bucket_mb",
         "policy.refit.timeout_s=nan": "policy.refit.timeout_s",
@@ -64,6 +64,11 @@ def test_unknown_keys_suggest_the_nearest_ones(violations) -> None:
             "name=???": "name: is ???",
         },
         {"name.first=x": "name: {'first': 'x'} is not a string"},
+        {
+            "trainer.recompute.modules='${seed}'": "trainer.recompute.modules: '${seed}' does not resolve",
+            "trainer.lora.target_modules='${model.dtype}'": "trainer.lora.target_modules: '${model.dtype}' does not",
+            "reward.kwargs='${name}'": "reward.kwargs: '${name}' does not resolve",
+        },
     ],
 )
 def test_a_value_of_the_wrong_type_is_told_with_the_wanted_one(violations, problems: dict[str, str]) -> None:
@@ -87,6 +92,27 @@ def test_hydra_syntax_without_a_meaning_here_is_refused(violations, override: st
     (found,) = violations("reward.kwargs={tags: [a]}", override)
     assert problem in found
     assert override in found
+
+
+def test_a_key_of_an_override_that_the_run_does_not_read_is_told_and_one_of_the_recipe_is_not(
+    violations,
+) -> None:
+    unread = {
+        "generation.vllm.kv_cache_dtype": "fp8",
+        "generation.sglang.server_args.log_level": "info",
+        "trainer.lora.alpha": "8",
+        "algorithm.max_sampling_rounds": "3",
+        "algorithm.overlong_penalty": "0.5",
+        "reward.timeout_s": "5",
+        "trainer.optimizer.min_lr": "1e-5",
+    }
+    constant = "trainer.optimizer.lr_decay=constant"
+    found = violations(constant, *(f"{key}={value}" for key, value in unread.items()))
+    assert len(found) == len(unread)
+    assert [key for key in unread if not any(text.startswith(key[:22]) for text in found)] == []
+    # As it is without: the recipe's own lr_decay_steps, and a server argument of another one's engine.
+    assert violations(constant, "generation.vllm.enforce_eager=false") == ()
+    assert violations("generation.backend=transformers", recipe="grpo_tiny_sglang") == ()
 
 
 def test_a_violation_names_the_line_of_the_users_file_or_the_overrides(data, tmp_path: Path) -> None:

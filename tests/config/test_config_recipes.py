@@ -32,14 +32,14 @@ def test_overrides_reach_typed_values_in_hydras_grammar(data) -> None:
         "name='a=b, c'",
         "run_root=${name}/runs",
         "algorithm.minibatches=${trainer.ranks}",
-        "algorithm.max_sampling_rounds=${generation.replicas}",  # a key that only the schema has
+        "reward.processes=${generation.replicas}",  # a key that only the schema has
     ]
     config = load_config("grpo_tiny", [*data, *overrides])
     assert config.trainer.optimizer.lr == 2e-4
     assert (config.seed, config.resume, config.algorithm.tis_cap) == (7, True, None)
     assert config.reward.kwargs == {"format": 0.5, "tags": ["a", "b"]}
     assert (config.name, config.run_root) == ("a=b, c", "a=b, c/runs")
-    assert (config.algorithm.minibatches, config.algorithm.max_sampling_rounds) == (2, 1)
+    assert (config.algorithm.minibatches, config.reward.processes) == (2, 1)
 
 
 def test_a_users_file_builds_on_a_bundled_recipe_with_config_groups_and_a_search_path_of_its_own(

@@ -43,6 +43,9 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         # One violation, however many rules build on the value.
         ({"trainer.tensor_parallel": 0}, "at least 1"),
         ({"algorithm.group_size": 1}, "at least 2"),
+        ({"seed": 2**31}, "less than 2147483648"),
+        # vLLM would take 0.01 in its place.
+        ({"generation.temperature": 0.005}, "at least 0.01"),
         (EXPERTS | {"trainer.ranks": 4}, "4 is no multiple of 8, the ranks of one copy of the experts"),
         (MINIBATCHES | {"trainer.ranks": 3, PROMPTS: 32}, "give 36 prompts"),
         # 48 rollouts would be 12 each, one and a half groups.

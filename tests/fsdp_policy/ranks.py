@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,23 @@ def digest(policy: Any) -> str:
 
 
 def everything(
-    rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, root: str
+    rank: int,
+    trained: dict[str, Case],
+    resumed: dict[str, Case],
+    other: Case,
+    references: tuple[Case, Case],
+    root: str,
 ) -> dict[str, Any]:
-    """All cases, and what becomes of saved states; ``other`` is the first of ``resumed`` in another layout."""
+    """All cases, and what becomes of saved states.
+
+    Args:
+        rank: this one.
+        trained: to train.
+        resumed: to save and resume.
+        other: the first of ``resumed`` in another layout.
+        references: one with a reference policy, and the same with another one.
+        root: folder of all states.
+    """
     first, case = next(iter(resumed.items()))
     policies = {name: make_policy(case) for name, case in trained.items()}
     return {
@@ -92,6 +106,7 @@ def everything(
         "cut off": _cut_off(rank, case, Path(root) / first),
         "routers": _routers(resumed[scenes.ROUTED_IN_FLOAT32]),
         "unused": _unused(Path(root) / "unused"),
+        "references": _references(*references, Path(root) / "references"),
     }
 
 
@@ -104,6 +119,14 @@ def _routers(case: Case) -> dict[str, Any]:
     policy.compute_logprobs(scenes.plain_batch())
     frozen = [name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad]
     return {"computed": computed, "frozen": frozen}
+
+
+def _references(case: Case, other: Case, folder: Path) -> list[str]:
+    """What is said of a state with its own reference policy, with another one, and with none."""
+    make_policy(case).save(folder)
+    dist.barrier()
+    cases = (case, other, replace(other, kl_coef=0.0))
+    return [scenes.load_fails(make_policy(each), digest, folder)["text"] for each in cases]
 
 
 def _unused(folder: Path) -> bool:

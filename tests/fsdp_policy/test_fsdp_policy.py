@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead
@@ -62,12 +64,24 @@ def run_all_cases(root: Path) -> World:
         for name, (of, layout, dtype, more) in RESUMED.items()
     }
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
+    with_reference = trained[WITH_REFERENCE]
+    references = (
+        with_reference,
+        replace(with_reference, checkpoint=_shifted(paths["qwen3"], root / "shifted")),
+    )
+    cases = trained, resumed, other, references
     with ThreadPoolExecutor(1) as pool:
-        ranks = pool.submit(
-            run_ranks, everything, RANKS, trained, resumed, other, str(root), timeout_s=PATIENT_S
-        )
+        ranks = pool.submit(run_ranks, everything, RANKS, *cases, str(root), timeout_s=PATIENT_S)
         oracles = {kind: Oracle(path) for kind, path in paths.items() if kind in KINDS}
         return World(oracles, ranks.result())
+
+
+def _shifted(path: str, folder: Path) -> str:
+    """The checkpoint with other weights."""
+    shutil.copytree(path, folder)
+    file = folder / "model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, {"format": "pt"})
+    return str(folder)
 
 
 AHEAD = (run_all_cases,)
@@ -144,6 +158,13 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_change
     for rank in world.ranks:
         assert told in rank[state]["text"]
         assert rank[state]["unchanged"]
+
+
+def test_a_state_is_resumed_with_the_reference_policy_that_it_began_with_or_none(world: World) -> None:
+    for rank in world.ranks:
+        same, other, none = rank["references"]
+        assert (same, none) == ("", "")
+        assert "the reference policy" in other
 
 
 def test_what_transformers_keeps_in_float32_computes_in_it_and_what_is_frozen_stays_so(world: World) -> None:

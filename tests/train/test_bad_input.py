@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from rlrefit.recipes.config.load import TrainConfig, load_config
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
@@ -126,6 +127,21 @@ def test_a_checkpoint_that_can_not_be_trained_is_refused_before_anything_starts(
     folder = make_checkpoint("qwen3", tmp_path / "model")
     change(folder)
     assert told in refused(f"model.path={folder}")
+
+
+def test_a_prompt_of_tokens_that_the_model_does_not_know_is_refused_before_anything_starts(
+    refused, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "<think>1+2=", "answer": "3"}\n')
+    told = refused(f"model.path={folder}", f"data.train={data}")
+    assert "data.train: " in told
+    assert "train.jsonl line 2" in told
+    assert "data.validation" not in told
 
 
 def test_the_demo_has_a_run_of_its_own_each_time_and_takes_a_name(tmp_path: Path) -> None:

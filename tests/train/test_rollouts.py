@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from rlrefit.integration.errors import RefitError
+from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.loop import step_metrics
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.vllm import VllmActor
+from rlrefit.recipes.run.inputs import RunInputs
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.recipes.tiny.make_tokenizer import PAD, vocabulary
 from rlrefit.workers.checkpoint_folder import ending_tokens
 from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
@@ -54,6 +59,25 @@ def test_transformers_ends_a_completion_at_the_first_of_its_ending_tokens(tmp_pa
         assert len(completion.logprobs) == len(completion.token_ids)
 
 
+def test_a_tokenizer_without_a_padding_token_and_one_with_a_token_behind_the_embedding_pad_with_one_that_the_model_knows(
+    tmp_path: Path,
+) -> None:
+    def padding(**changes: Any) -> tuple[int, Any]:
+        folder = make_checkpoint("qwen3", tmp_path / f"model{len(list(tmp_path.iterdir()))}")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+        tokenizer.save_pretrained(folder)
+        inputs = RunInputs(load_config("grpo_tiny", [f"model.path={folder}"]), str(folder))
+        first = inputs.first_prompts(8)
+        assert first.input_ids.max() < len(vocabulary())
+        return inputs.pad_token_id, inputs.tokenizer.pad_token_id
+
+    assert padding() == (vocabulary()[PAD],) * 2
+    assert padding(pad_token=None) == (0, None)
+    assert padding(pad_token="[behind]") == (0, len(vocabulary()))
+
+
 class Driver:
     """Answers as vLLM does; keeps the parameters."""
 
@@ -65,7 +89,9 @@ class Driver:
         found = []
         for tokens in ([4, 7], [4, 1], [4, 4]):
             logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-            completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+            completion = SimpleNamespace(
+                token_ids=tokens, logprobs=logprobs, finish_reason="length" if tokens == [4, 4] else "stop"
+            )
             found.append(SimpleNamespace(output=SimpleNamespace(outputs=[completion])))
         return found
 
@@ -84,6 +110,19 @@ def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_seeds_requests_where_the_
     assert [p.stop_token_ids for p in driver.parameters] == [list(STOP)] * 3
     assert len({p.seed for p in driver.parameters}) == (3 if seeded else 1)
     assert (None in {p.seed for p in driver.parameters}) is not seeded
+
+
+@pytest.mark.parametrize(
+    ("reason", "longest"), [("abort", 2), ("error", 2), ("repetition", 2), ("length", 3)]
+)
+def test_a_completion_that_vllm_cut_off_is_none_that_ran_out_of_tokens(reason: str, longest: int) -> None:
+    actor = VllmActor()
+    actor._stop = STOP
+    logprobs = [{4: SimpleNamespace(logprob=-1.0)}] * 2
+    output = SimpleNamespace(token_ids=[4, 4], logprobs=logprobs, finish_reason=reason)
+    with pytest.raises(RefitError) as caught:
+        actor._completion(output, Sampling(longest, 1.0, 5), 3)
+    assert caught.value.stage == "generate"
 
 
 def test_means_of_a_step_leave_out_the_optimizer_steps_that_were_skipped() -> None:
