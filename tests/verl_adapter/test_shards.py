@@ -26,6 +26,9 @@ LOADED = (
     "tests.verl_adapter.fsdp_actor",
     "tests.verl_adapter.probe",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    # Of each actor, which would load them as it builds its model.
+    "verl.workers.engine",
+    "transformers.models.qwen3.modeling_qwen3",
     "rlrefit.workers.frameworks.verl.engine",
 )
 
