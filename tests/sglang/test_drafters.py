@@ -76,7 +76,6 @@ def test_the_drafter_follows_shard_to_shard_as_sglang_loads_it_and_its_drafts_ar
     [found] = scene.refit.init_refit(meeting, 1, CONFIG)
     joining.result()
     assert found["unused"] == 0
-    print("REASONS", scene.refit.calls.ask("digests")[0]["reasons"])
     for version, index in enumerate((1, 0, 1)):
         scene.poison()
         sending = trainer.send(index, version)

@@ -197,6 +197,11 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
             # Their memory may have slept, and came back undefined. The numbers beside them are right.
             write_tensors([modules[name] for name in routes.scaled])
+            for module in modules.values():
+                # GLM-4.5's routers compute with a copy, which SGLang 0.5.17 makes of the first weights and never renews. In
+                # place, since graphs read it there.
+                if (copy := module._buffers.get("_weight_fp32")) is not None:
+                    copy.copy_(module.weight)
             # What a model derives from its weights (latent attention's absorbed projections).
             if hasattr(self._model, "post_load_weights"):
                 self._model.post_load_weights()
