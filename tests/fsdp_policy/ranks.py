@@ -100,7 +100,7 @@ def everything(
     policies = {name: make_policy(case) for name, case in trained.items()}
     return {
         "kept": {name: _kept(policy) for name, policy in policies.items()},
-        "trained": {name: _train(policy, trained[name]) for name, policy in policies.items()},
+        "trained": {name: train(policy, trained[name]) for name, policy in policies.items()},
         "resumed": resume_all(resumed, root),
         "other layout": scenes.load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
@@ -152,7 +152,8 @@ def _unused(folder: Path) -> bool:
     return weights and all(a == b for a, b in steps) and [float(a) for a, _ in steps] == [1, 1, 0, 0]
 
 
-def _train(policy: Any, case: Case) -> scenes.Report:
+def train(policy: Any, case: Case) -> scenes.Report:
+    """Of a policy made by :func:`make_policy`."""
     return scenes.train(
         policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0, looks_again=True
     )

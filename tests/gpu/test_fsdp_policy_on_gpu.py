@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fsdp_policy.models import Oracle, write_checkpoint
-from tests.fsdp_policy.ranks import Case, resume_all, train_all
+from tests.fsdp_policy.ranks import Case, make_policy, resume_all, train
 from tests.spawn import free_port
 
 from .needs import needs
@@ -55,7 +55,8 @@ def on_rank(rank: int, size: int, port: int, checkpoint: str, root: str, results
             name: Case(checkpoint, layout, torch.bfloat16, options=more)
             for name, (layout, more) in CASES.items()
         }
-        report = {"trained": train_all(exact), "resumed": resume_all(rounded, root)}
+        trained = {name: train(make_policy(case), case) for name, case in exact.items()}
+        report = {"trained": trained, "resumed": resume_all(rounded, root)}
         results.put((rank, report))
         dist.destroy_process_group()
     except Exception:
