@@ -24,15 +24,14 @@ for _module in (
     "v1.worker.cpu_worker",
 ):
     import_module(f"vllm.{_module}")
-# As in tests.loaded_megatron.
+# As in tests.loaded_megatron, but for what changes vLLM as it is loaded (the worker extension).
 for _module in (
     "recipes.bench.run",
     "workers.engines.vllm.async_driver",
     "workers.engines.vllm.colocated",
     "workers.engines.vllm.driver",
-    "workers.engines.vllm.extension",
     "workers.engines.vllm.server",
-    "workers.engines.vllm.transfer_engine",
+    "workers.engines.vllm.worker_refit",
 ):
     import_module(f"rlrefit.{_module}")
 # An engine's processes spin for a second after each message, in which nothing else gets their cores.
@@ -45,5 +44,5 @@ _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
 # have a watch of their own.
 patches._watching.set()
-# As in tests.loaded_megatron.
+# As in tests.loaded_megatron, but for what changes vLLM as it is loaded (the worker extension).
 gc.freeze()

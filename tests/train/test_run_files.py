@@ -102,7 +102,7 @@ def test_a_step_that_can_not_be_saved_ends_the_run_with_the_reason(tmp_path: Pat
     elsewhere = SimpleNamespace(
         save=lambda folder: {"rank_00000.pt": Written(1, "0")}
     )  # on another file system
-    parts: Any = (elsewhere, None, SimpleNamespace(position={}))
+    parts: Any = (elsewhere, SimpleNamespace(state=dict), SimpleNamespace(position={}))
     store, metrics = CheckpointStore(tmp_path / "checkpoints", 1, {}), MetricsFile(tmp_path / "metrics.jsonl")
     config = load_config("grpo_tiny", ["checkpoint.every=1"])
     with pytest.raises(RunError, match=r"step 1 can't be saved: .*rank_00000\.pt"):
