@@ -121,6 +121,8 @@ class RefitSession:
         self._failed = ""
         self._closed = False
         self._refits = self._follows = self._moves = 0
+        # Whether storages had moved on any rank before the last refit.
+        self._moved_before = False
 
     @staticmethod
     def open(
@@ -394,13 +396,16 @@ class RefitSession:
             moved = self.engine.stale()
             held = None if self.state.dirty else self.state.version
             flags = self.engine.wishes(held, bound=not moved) | (_STALE if moved else 0)
-            if self.world.is_source and not prepares_alone(self._endpoint):
+            # Where memory moves each time, as of engines that sleep, the second meeting comes anyway: preparing twice would not pay.
+            if self.world.is_source and (self._moved_before or not prepares_alone(self._endpoint)):
                 flags |= _UNPREPARED
         if not flags & (_STALE | _UNPREPARED):
             # One that refuses never comes to the meeting, so that nobody has written.
             self._prepare()
         with self._clock.stage("handshake"):
-            return self._meet_to_write(f"begin/{self._refits}", version, flags)
+            flags = self._meet_to_write(f"begin/{self._refits}", version, flags)
+        self._moved_before = bool(flags & _STALE)
+        return flags
 
     def _meet_to_write(self, topic: str, version: int, flags: int = 0) -> int:
         """Meet all ranks, after which senders write; returns the flags that are set on any rank.

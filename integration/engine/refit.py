@@ -342,7 +342,7 @@ class RefitEngine:
         """Trainer ranks: send all weights once."""
         source, misc = cast(WeightSource, self._endpoint), self._open_misc
         if self._misc_names:
-            self._undrawn = source.export(self._misc_names)
+            self._undrawn = _lazily(source, self._misc_names)
 
         def send_misc() -> None:
             if self._undrawn is not None:
@@ -373,7 +373,7 @@ class RefitEngine:
             # A GPU would wait for a trainer rank that has gone, and all that is queued behind.
             return
         try:
-            for _ in self._thread.draw(undrawn, self.channel.timeout_s):
+            for _ in self._thread.draw(undrawn):
                 pass
         except Exception as error:
             logger.warning(
@@ -576,6 +576,11 @@ class RefitEngine:
             return cast(WeightDestination, self._endpoint).fragments(list(specs))
         # On the conventional path a trainer's shards do not matter: it exports whole weights.
         return ([], {}) if self.way.all_misc else cast(WeightSource, self._endpoint).fragments()
+
+
+def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """An export that begins when it is drawn, also one that gathers everything as it is called."""
+    yield from source.export(names)
 
 
 def _moved(bulk: TransferResult, bytes_misc: int, bytes_verified: int) -> Moved:

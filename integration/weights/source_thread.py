@@ -37,16 +37,23 @@ class _Call:
 _LEFT: list[_Call] = []
 
 
-def require_in_step(rank: int) -> None:
-    """Check that no refit of this process has left a collective of the trainer.
+def left_behind() -> bool:
+    """Whether a refit of this process has left a collective of the trainer's own process groups, so that another one in them may
+    meet it.
 
     One that ended with an error has broken its process group, whose other collectives then fail by themselves.
+    """
+    _LEFT[:] = [call for call in _LEFT if not call.failures]
+    return bool(_LEFT)
+
+
+def require_in_step(rank: int) -> None:
+    """Check that no refit of this process has left a collective of the trainer (:func:`left_behind`).
 
     Raises:
         RefitError: one has, which is still waiting, or met another collective.
     """
-    _LEFT[:] = [call for call in _LEFT if not call.failures]
-    if _LEFT:
+    if left_behind():
         raise RefitError(
             "an earlier refit ended while this trainer rank waited for others in a collective of the trainer's own process groups, "
             "in which it still is, or which met another one of theirs: what is gathered in them now may be parts of different "
@@ -83,7 +90,7 @@ class SourceThread:
         self._watch = watch
         self._work: SimpleQueue[Callable[[], None] | None] | None = None
 
-    def run[T](self, call: Callable[[], T], stage: str, limit_s: float | None = None) -> T:
+    def run[T](self, call: Callable[[], T], stage: str) -> T:
         """Make a call in the thread, and wait for it.
 
         It goes on after the end of an engine's rank, since all trainer ranks do, so that none is left in a collective. After that of a
@@ -92,7 +99,6 @@ class SourceThread:
         Args:
             call: may wait for other trainer ranks.
             stage: for errors.
-            limit_s: less than the limit of any call.
 
         Raises:
             PeerLost: a trainer rank has given up or died, for which the call may wait.
@@ -101,7 +107,6 @@ class SourceThread:
         made: list[T] = []
         running = _Call()
         self._queue().put(partial(_make, call, made, running, _modes_here(self._device)))
-        limit = self._timeout_s if limit_s is None else limit_s
         until = float("inf")
 
         def look(stage: str) -> None:
@@ -118,10 +123,10 @@ class SourceThread:
         try:
             wait_until(
                 running.ended.is_set,
-                limit,
+                self._timeout_s,
                 stage,
                 look,
-                partial(self._late, stage, limit),
+                partial(self._late, stage),
                 running.ended.wait,
             )
         except BaseException:  # an interrupt, too
@@ -129,20 +134,13 @@ class SourceThread:
                 self.left = True
                 _LEFT.append(running)
             raise
-        for failure in running.failures:
-            raise failure
+        if running.failures:
+            raise running.failures.pop()  # it would hold itself by this frame, and all that was gathered
         return made[0]
 
-    def draw(
-        self, weights: Iterator[tuple[str, torch.Tensor]], within_s: float = float("inf")
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of an export, each drawn as :meth:`run`; all of them within ``within_s`` seconds."""
-        until = time.monotonic() + within_s
-        while True:
-            limit = min(self._timeout_s, max(0.0, until - time.monotonic()))
-            weight = self.run(partial(next, weights, None), "export", limit)
-            if weight is None:
-                return
+    def draw(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of an export, each drawn as :meth:`run`."""
+        while (weight := self.run(partial(next, weights, None), "export")) is not None:
             yield weight
 
     def close(self) -> None:
@@ -158,9 +156,9 @@ class SourceThread:
             threading.Thread(target=_serve, args=(self._work,), name="rlrefit-export", daemon=True).start()
         return self._work
 
-    def _late(self, stage: str, limit: float) -> RefitTimeout:
+    def _late(self, stage: str) -> RefitTimeout:
         return RefitTimeout(
-            f"the trainer's own collectives did not end within {limit:.0f} s: another trainer rank is late, stuck or gone, or does not "
+            f"the trainer's own collectives did not end within {self._timeout_s:.0f} s: another trainer rank is late, stuck or gone, or does not "
             "take part in them. Raise policy.refit.timeout_s if it is only slow",
             stage=stage,
             rank=self._rank,

@@ -116,7 +116,7 @@ class GenerationConfig:
             model's dtype. ``mxfp8``: the same matrices in MXFP8, quantized by the trainer, for vLLM on GPUs. ``mxfp4``: GPT-OSS's
             experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM.
         max_new_tokens: longest completion.
-        temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
+        temperature: of training rollouts, and of the trainer's log-probabilities with them; at least 0.01.
         vllm: see :class:`VllmConfig`.
         sglang: see :class:`SglangConfig`.
         colocated: see :class:`ColocatedConfig`.
@@ -479,7 +479,7 @@ class TrainConfig:
 
     Attributes:
         name: of the run; its files are in ``run_root/name``.
-        seed: of data order, minibatches and, where the engine supports it, sampling. It does not change initial weights.
+        seed: of data order, minibatches and, where the engine supports it, sampling; below 2147483648. It does not change initial weights.
         resume: continue from the newest checkpoint of the run of this name, if there is one.
         run_root: folder of all runs.
     """

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlrefit.integration.comm.waiting import ends_within, wait_until
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
+from rlrefit.integration.weights.endpoints import prepares_alone
 from rlrefit.integration.weights.source_thread import SourceThread, require_in_step
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
 
 def late() -> RefitTimeout:
@@ -104,3 +107,16 @@ def _in_step(rank: int) -> bool:
     except RefitError:
         return False
     return True
+
+
+class _Gathering(FSDPSource):
+    """One whose ranks wait for each other as they prepare, and that says nothing of it."""
+
+    def prepare(self) -> None:
+        dist.barrier()
+
+
+def test_a_subclass_that_prepares_in_its_own_way_is_not_taken_to_wait_for_nobody() -> None:
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 4)})
+    assert prepares_alone(FSDPSource(model))
+    assert not prepares_alone(_Gathering(model))

@@ -257,10 +257,6 @@ class KvScaleDestination:
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._weights)
 
-    @property
-    def prepares_alone(self) -> bool:
-        return prepares_alone(self._weights)
-
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         return rewritten(self._weights, specs)
 

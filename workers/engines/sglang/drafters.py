@@ -205,7 +205,7 @@ class _Buffers:
     def __init__(self, drafter: torch.nn.Module, served: torch.nn.Module) -> None:
         self._drafter = drafter
         self._served = served
-        self._held: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] | None = None
 
     @contextmanager
     def kept(self, recv_req: Any) -> Iterator[None]:
@@ -216,10 +216,16 @@ class _Buffers:
     @contextmanager
     def restored(self, recv_req: Any) -> Iterator[None]:
         yield
-        if _of_weights(recv_req):
-            for buffer, held in zip(self._own(), self._held, strict=True):
-                buffer.data.copy_(held)
-            self._held = []
+        if not _of_weights(recv_req):
+            return
+        held, self._held = self._held, None
+        if held is None:
+            logger.warning(
+                "the drafter fell asleep before it was known, and has lost its buffers; start SGLang anew"
+            )
+            return
+        for buffer, kept in zip(self._own(), held, strict=True):
+            buffer.data.copy_(kept)
 
     def _own(self) -> list[torch.Tensor]:
         shared = {id(buffer) for buffer in self._served.buffers()}
@@ -234,7 +240,8 @@ class _Session:
         self._open = False
 
     def begun(self, recv_req: Any) -> Any:
-        self._open = recv_req.rid == SESSION and self._updater._session is None
+        if self._updater._session is None:  # else it is refused, and the one that is open goes on
+            self._open = recv_req.rid == SESSION
         return self._without_drafter() if recv_req.rid == SESSION else nullcontext()
 
     def ended(self, recv_req: Any) -> Any:

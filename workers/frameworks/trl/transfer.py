@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from ....integration.config import RefitConfig, records_no_steps
 from ....integration.control.world import host_identity
 from ....integration.errors import RefitError, end_all
+from ....integration.weights.source_thread import left_behind
 from ...engines.common.http_calls import STAGE, HttpCalls
 from ...engines.http_client import RefitClient
 from ...trainers.fsdp.mixin import FSDPRefitMixin
@@ -233,8 +234,9 @@ class ShardTransfer(FSDPRefitMixin):
             failed[:] = sorted(failed, key=lambda failure: _follows(failure, failed))
         for other in failed[1:]:
             failed[0].error.add_note(f"Beside it: {_words(other.error)}")
-        # Whatever this rank has met, the others wait for its word.
-        end_all([partial(self._require_done, failed)], failed[0].error if failed else None)
+        # Whatever this rank has met, the others wait for its word, unless its word would meet a gather that it has left.
+        if not left_behind():
+            end_all([partial(self._require_done, failed)], failed[0].error if failed else None)
         if failed:
             raise failed[0].error
         assert found is not None, "nothing has failed"

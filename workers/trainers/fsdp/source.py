@@ -101,8 +101,8 @@ class FSDPSource:
 
     @property
     def prepares_alone(self) -> bool:
-        """Unless factors of adapters have to be gathered."""
-        return self._adapters is None
+        """Unless factors of adapters have to be gathered; a subclass with a ``prepare`` of its own says so itself."""
+        return self._adapters is None and type(self).prepare is FSDPSource.prepare
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)

@@ -147,8 +147,10 @@ class MegatronSource:
 
     @property
     def prepares_alone(self) -> bool:
-        """Unless factors of adapters have to be gathered, or what the optimizer left to the next forward pass."""
-        return self._merged is None and not self._residence.delays_gathers
+        """Unless factors of adapters have to be gathered, or what the optimizer left to the next forward pass; a subclass with a
+        ``prepare`` of its own says so itself."""
+        gathers = self._merged is not None or self._residence.delays_gathers
+        return not gathers and type(self).prepare is MegatronSource.prepare
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)

@@ -81,7 +81,8 @@ class PackedSource:
         return self._specs
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        held, refused = self._source.fragments()
+        held, told = self._source.fragments()
+        refused = dict(told)  # which may be the source's own
         for fragment in held:
             if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
                 refused[fragment.name] = reason
