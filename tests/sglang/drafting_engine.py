@@ -19,9 +19,8 @@ from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.families.chains import successors
-from tests.gpu.vllm_checkpoints import read_checkpoint
 
-from .real_engine import settings_for, updating
+from .real_engine import poison, settings_for
 
 if TYPE_CHECKING:
     from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
@@ -141,14 +140,8 @@ class Drafting:
         assert success, message
 
     def poison(self) -> None:
-        """Not-a-number wherever a checkpoint tensor goes in either model, through SGLang's own update."""
-        tensors = [
-            (name, torch.full_like(tensor, float("nan")))
-            for name, tensor in read_checkpoint(self.paths[0]).items()
-        ]
-        with updating(self.engine):
-            success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
-            assert success, message
+        """Not-a-number wherever a checkpoint tensor goes in either model."""
+        poison(self.engine, self.paths[0])
 
     def drafts(self, chain: int) -> float:
         """The share of drafts that were accepted; tokens have to be of a checkpoint's chain."""

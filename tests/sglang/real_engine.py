@@ -57,6 +57,16 @@ def updating(engine: Any) -> Iterator[None]:
         assert success, message
 
 
+def poison(engine: Any, path: str) -> None:
+    """Not-a-number wherever a tensor of a checkpoint goes, through SGLang's own update."""
+    tensors = [
+        (name, torch.full_like(tensor, float("nan"))) for name, tensor in read_checkpoint(path).items()
+    ]
+    with updating(engine):
+        success, message = engine.update_weights_from_tensor(tensors, flush_cache=False)
+        assert success, message
+
+
 class Scene:
     """An engine that was started from the first of two checkpoints, and what it holds with each of them."""
 
@@ -105,14 +115,8 @@ class Scene:
         assert success, message
 
     def poison(self) -> None:
-        """Not-a-number wherever a checkpoint tensor goes, through SGLang's own update."""
-        tensors = [
-            (name, torch.full_like(tensor, float("nan")))
-            for name, tensor in read_checkpoint(self.paths[0]).items()
-        ]
-        with updating(self.engine):
-            success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
-            assert success, message
+        """Not-a-number wherever a checkpoint tensor goes."""
+        poison(self.engine, self.paths[0])
 
     def settle(self) -> None:
         """Wait until no batch is left: SGLang's own updates flush the cache, and its scheduler ends where that fails."""
