@@ -23,7 +23,7 @@ from ..gpu_memory.buckets import OwnBuckets, PeerBuckets, ToldBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
 from .group import Exchange, PeerBuffer, classified
 from .shared_memory import BUCKETS, Pair, SharedGroup, hear, open_pairs, tell
-from .waiting import ends_within
+from .waiting import gpu_ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -174,11 +174,7 @@ class DeviceGroup(SharedGroup):
                 link.release()
             return False
 
-        try:
-            if not ends_within(ended, within_s):
-                return False
-        except torch.AcceleratorError as error:
-            logger.warning("rank %d lost its GPU: %s", self.rank, error)
+        if not gpu_ends_within(ended, within_s):
             return False
         self._under_way.clear()
         return True

@@ -14,7 +14,7 @@ import torch
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, PeerBuffer
 from .shared_memory import BUCKETS, Pair, SharedGroup, open_pairs
-from .waiting import PAUSE_S, ends_within, wait_until
+from .waiting import PAUSE_S, gpu_ends_within, wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +78,7 @@ class HostGroup(SharedGroup):
 
     def abort(self) -> bool:
         # All else ended with the call that had begun it.
-        try:
-            return ends_within(lambda: all(copy.query() for copy in self._left), _DRAIN_WITHIN)
-        except torch.AcceleratorError as error:
-            logger.warning("rank %d lost its GPU: %s", self.rank, error)
-            return False
+        return gpu_ends_within(lambda: all(copy.query() for copy in self._left), _DRAIN_WITHIN)
 
     def close(self, *, failed: bool = False) -> None:
         self._closed = True

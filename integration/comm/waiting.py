@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger(__name__)
 
 # Seconds between two looks at what is waited for, and between two looks at the other ranks.
 PAUSE_S = 2e-5
@@ -63,3 +68,12 @@ def ends_within(done: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(PAUSE_S)
     return True
+
+
+def gpu_ends_within(done: Callable[[], bool], limit_s: float) -> bool:
+    """As :func:`ends_within`, of work of a GPU. It never ends where the GPU is lost, which is logged."""
+    try:
+        return ends_within(done, limit_s)
+    except torch.AcceleratorError as error:
+        logger.warning("the GPU is lost: %s", error)
+        return False

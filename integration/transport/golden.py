@@ -13,7 +13,7 @@ from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
 from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
-from .storage import HostMemory, LiveViews, held_weakly, in_memory
+from .storage import HostMemory, LiveViews, in_memory
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ class GoldenTransport(GroupTransport):
         views = LiveViews(fragments, self.group.device)
         if not self._is_source:
             views.require_on_device()
-        self._host = HostMemory(
-            (fragment.view for fragment in fragments),
-            self.group.device,
-            held_weakly(fragments, self.group.device),
-        )
+        self._host = HostMemory.of(fragments, self.group.device)
         # A trainer that does not own a box only takes one in its broadcast and writes nothing.
         self._bound = [
             self._bind(message, views) if not self._is_source or message.source == self.rank else None

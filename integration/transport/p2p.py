@@ -15,7 +15,7 @@ from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages
-from .storage import DeviceMemory, HostMemory, LiveViews, held_weakly
+from .storage import DeviceMemory, HostMemory, LiveViews
 from .streams import Event, have_ended, make_event, make_stream
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,7 @@ class P2PTransport(GroupTransport):
             self._memory.still_mapped()
         if self._messages.incoming:
             self._views.require_on_device()
-        self._host = HostMemory(
-            (fragment.view for fragment in fragments), device, held_weakly(fragments, device)
-        )
+        self._host = HostMemory.of(fragments, device)
 
     def describe(self) -> object:
         return self._messages.describe()

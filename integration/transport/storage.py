@@ -195,21 +195,24 @@ class HostMemory:
                 pageable / 1e6,
             )
 
+    @staticmethod
+    def of(fragments: Sequence[Fragment], device: torch.device) -> HostMemory:
+        """Of weights that ``device`` packs or unpacks.
+
+        What it encodes by torch is watched wherever it lies. Such encoders find a weight by its storage, and not by its address: one
+        that is freed is gone, even if another one has come to lie in its place.
+        """
+        by_torch = []
+        for fragment in fragments:
+            if fragment.encoding is not None:
+                method = cast(PackedEncoding, fragment.encoding).method
+                if device.type != "cuda" or not method.has_kernel(fragment.view.dtype):
+                    by_torch.append(fragment.view)
+        return HostMemory((fragment.view for fragment in fragments), device, by_torch)
+
     def moved(self) -> bool:
         """Whether some of it has been freed, so that anything may lie at its addresses, or nothing."""
         return any(reference.expired() for reference in self._watched)
-
-
-def held_weakly(fragments: Iterable[Fragment], device: torch.device) -> list[torch.Tensor]:
-    """Views of what ``device`` encodes by torch. Such encoders find a weight by its storage, and not by its address: one that is freed
-    is gone, even if another one has come to lie in its place."""
-    found = []
-    for fragment in fragments:
-        if fragment.encoding is not None:
-            method = cast(PackedEncoding, fragment.encoding).method
-            if device.type != "cuda" or not method.has_kernel(fragment.view.dtype):
-                found.append(fragment.view)
-    return found
 
 
 class DeviceMemory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -10,10 +9,8 @@ from typing import Protocol
 
 import torch
 
-from ..comm.waiting import ends_within
+from ..comm.waiting import gpu_ends_within
 from ..records.clock import StageClock
-
-logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -184,14 +181,16 @@ def make_event(device: torch.device) -> Event:
 def have_ended(streams: Sequence[Stream], device: torch.device, within_s: float) -> bool:
     """After a failure: whether all that streams were given ends within so many seconds. Until then it may use any of its memory,
     which torch's allocator would hand to others on the stream that it was allocated on."""
-    ends = [make_event(device) for _ in streams]
-    try:
-        for stream, end in zip(streams, ends, strict=True):
-            stream.record(end)
-        return ends_within(lambda: all(end.query() for end in ends), within_s)
-    except torch.AcceleratorError as error:
-        logger.warning("the GPU is lost: %s", error)
-        return False
+    ends: list[Event] = []
+
+    def ended() -> bool:
+        if not ends:  # at the first look: a lost GPU takes no event either
+            ends.extend(make_event(device) for _ in streams)
+            for stream, end in zip(streams, ends, strict=True):
+                stream.record(end)
+        return all(end.query() for end in ends)
+
+    return gpu_ends_within(ended, within_s)
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from ...comm.waiting import ends_within, wait_until
+from ...comm.waiting import gpu_ends_within, wait_until
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable, end_all
 from ...gpu_memory.description import Description, Shared
 from ...gpu_memory.driver import DriverError, missing, on_device
@@ -695,11 +695,7 @@ class IpcTransport(Transport):
         def ended() -> bool:
             return self._ended.query() and (signals is None or signals.idle())
 
-        try:
-            return ends_within(ended, _DRAIN_WITHIN)
-        except torch.AcceleratorError as error:
-            logger.warning("the GPU is lost: %s", error)
-            return False
+        return gpu_ends_within(ended, _DRAIN_WITHIN)
 
 
 def _no_checksums() -> MessageChecksums:
