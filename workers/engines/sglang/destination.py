@@ -32,6 +32,8 @@ from .wider import LARGEST_SHARE, WiderParameters, staged_bytes
 
 # In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
 _READ_POST_LOAD = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
+# A buffer of GLM-4.5's routers, which SGLang 0.5.17 fills with their first weights and never renews.
+_ROUTER_COPY = "_weight_fp32"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class SglangRoutes(Routes):
         blocks: modules that hold FP8 blocks.
         as_promised: those of them that get nothing but what the trainer was asked for.
         scaled: attention layers whose scales of the KV cache are parameters.
+        copying: routers that compute with an FP32 copy of their weights, once a forward pass has made it.
         wider: those tensors that are written in place of which a parameter has a wider dtype.
         again: tensors that SGLang's loader is given once more from where they landed, with that parameter.
     """
@@ -53,6 +56,7 @@ class SglangRoutes(Routes):
     blocks: dict[str, BlockFp8]
     as_promised: frozenset[str]
     scaled: tuple[str, ...]
+    copying: tuple[str, ...]
     wider: dict[str, tuple[Landing, ...]]
     again: dict[str, str]
 
@@ -166,6 +170,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             blocks=traced.blocks,
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
+            copying=tuple(name for name, m in self._model.named_modules() if _ROUTER_COPY in m._buffers),
             wider={name: found for name, found in shared.landings.items() if name in traced.trace.wider},
             again={
                 name: found[0].parameter
@@ -197,11 +202,10 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
             # Their memory may have slept, and came back undefined. The numbers beside them are right.
             write_tensors([modules[name] for name in routes.scaled])
-            for module in modules.values():
-                # GLM-4.5's routers compute with a copy, which SGLang 0.5.17 makes of the first weights and never renews. In
-                # place, since graphs read it there.
-                if (copy := module._buffers.get("_weight_fp32")) is not None:
-                    copy.copy_(module.weight)
+            for router in (modules[name] for name in routes.copying):
+                # In place, since graphs read it there.
+                if (copy := router._buffers[_ROUTER_COPY]) is not None:
+                    copy.copy_(router.weight)
             # What a model derives from its weights (latent attention's absorbed projections).
             if hasattr(self._model, "post_load_weights"):
                 self._model.post_load_weights()
