@@ -16,10 +16,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
-from .loader_trace.trace import Manifest
+from .loader_trace.trace import LoaderTrace, Manifest
 from .traced_destination import Routes, TracedDestination
 
 STAYS: Final = "refits don't reach the drafter, which would go on with the weights of its start"
@@ -43,6 +44,40 @@ def mtp_weights(names: Iterable[str], layers: int) -> Iterator[str]:
             continue
         if _MTP_MODULE.search(name) or (layer and int(layer[1]) >= layers):
             yield name
+
+
+def require_none_trained(trace: LoaderTrace, layers: int, method: str, drafter: str, remedy: str) -> None:
+    """Refuse MTP layers of another checkpoint as the drafter of a policy that trains its own.
+
+    Args:
+        trace: of the whole manifest through the loader of the model that verifies drafts.
+        layers: of that model, without MTP layers.
+        method: of speculative decoding, as the engine calls it.
+        drafter: the other checkpoint.
+        remedy: what to change in the engine's settings.
+
+    Raises:
+        PlanError: names the first weight of the manifest that was meant for the drafter.
+    """
+    # Tensors of other ranks are left aside too, so that the name has to tell.
+    aside = (n for n, touched in trace.touched.items() if not touched and n not in trace.unknown)
+    trained = sorted(mtp_weights(aside, layers))
+    if trained:
+        raise PlanError(
+            f"the engine decodes speculatively ({method}) with MTP layers of another checkpoint ({drafter}), and the policy trains MTP "
+            f"layers: the manifest has {len(trained)} of their weights, and {STAYS}, however far the policy is trained. {remedy}, or "
+            "train without MTP layers",
+            stage="trace",
+            parameter=trained[0],
+        )
+
+
+def words_of_stay(method: str, drafter: str, asleep: str) -> str:
+    """That no refit reaches the drafter, and what becomes of it; ``asleep``: in a sleep, and what else to change."""
+    return (
+        f"the engine decodes speculatively ({method}) with {drafter}; {STAYS}. Texts stay those of the refitted model, which verifies "
+        f"each draft; the further it is trained, the fewer tokens are accepted. {asleep}"
+    )
 
 
 class BesideServed(TracedDestination[Any, Any, Any]):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ....integration.colocated.stages import WEIGHTS
-from ....integration.errors import PlanError, RefitError
-from ..common.drafted import STAYS, mtp_weights
+from ....integration.errors import RefitError
+from ..common.drafted import STAYS, require_none_trained, words_of_stay
 
 if TYPE_CHECKING:
     from ..common.loader_trace.trace import LoaderTrace
@@ -116,15 +116,9 @@ def tell_of_stay(runner: Any) -> None:
         if str(drafter.load_config.load_format).lower().endswith("dummy")
         else ""
     )
-    logger.warning(
-        "the engine decodes speculatively (%s) with %s; %s. Texts stay those of the refitted model, which verifies each draft; "
-        "the further it is trained, the fewer tokens are accepted. A sleep discards the drafter for good, unless SGLang was "
-        "started with enable_draft_weights_cpu_backup%s",
-        asked["speculative_algorithm"],
-        asked["speculative_draft_model_path"] or asked["model_path"],
-        STAYS,
-        random,
-    )
+    asleep = f"A sleep discards the drafter for good, unless SGLang was started with enable_draft_weights_cpu_backup{random}"
+    path = asked["speculative_draft_model_path"] or asked["model_path"]
+    logger.warning("%s", words_of_stay(asked["speculative_algorithm"], path, asleep))
 
 
 def check_follows(runner: Any, trace: LoaderTrace) -> None:
@@ -143,19 +137,14 @@ def check_follows(runner: Any, trace: LoaderTrace) -> None:
     asked = settings_of(runner)
     if may_follow(asked):
         return
-    # Tensors of other ranks are left aside too, so that the name has to tell.
-    aside = (n for n, touched in trace.touched.items() if not touched and n not in trace.unknown)
-    trained = sorted(mtp_weights(aside, runner.model_config.num_hidden_layers))
-    if trained:
-        raise PlanError(
-            f"the engine decodes speculatively ({asked['speculative_algorithm']}) with MTP layers of another checkpoint "
-            f"({asked['speculative_draft_model_path']}), and the policy trains MTP layers: the manifest has {len(trained)} of their "
-            f"weights, and {STAYS}, however far the policy is trained. Leave speculative_draft_model_path out, so that SGLang takes "
-            "those of the served checkpoint, which refits bring; or start it without speculative_algorithm, or train without MTP "
-            "layers",
-            stage="trace",
-            parameter=trained[0],
-        )
+    require_none_trained(
+        trace,
+        runner.model_config.num_hidden_layers,
+        asked["speculative_algorithm"],
+        asked["speculative_draft_model_path"],
+        "Leave speculative_draft_model_path out, so that SGLang takes those of the served checkpoint, which refits bring; or start "
+        "it without speculative_algorithm",
+    )
 
 
 def know_drafter(scheduler: Any) -> None:

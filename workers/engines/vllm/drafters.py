@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ....integration.errors import PlanError, RefitError
-from ..common.drafted import STAYS, mtp_weights
+from ....integration.errors import RefitError
+from ..common.drafted import STAYS, require_none_trained, words_of_stay
 from ..common.loader_trace.trace import LoaderTrace
 from .compat import MTP_SWITCH, has, kind_of
 
@@ -90,15 +90,8 @@ def tell_of_stay(vllm_config: Any) -> None:
         if vllm_config.load_config.load_format == "dummy" and speculative.draft_load_config is None
         else ""
     )
-    logger.warning(
-        "the engine decodes speculatively (%s) with %s; %s. Texts stay those of the refitted model, which verifies each draft; "
-        "the further it is trained, the fewer tokens are accepted. A sleep of level 2 discards the drafter for good: sleep at "
-        "level 1%s",
-        speculative.method,
-        speculative.model,
-        STAYS,
-        random,
-    )
+    asleep = f"A sleep of level 2 discards the drafter for good: sleep at level 1{random}"
+    logger.warning("%s", words_of_stay(speculative.method, speculative.model, asleep))
 
 
 def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
@@ -114,18 +107,11 @@ def check_follows(vllm_config: Any, trace: LoaderTrace) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None or not is_mtp(speculative.method) or may_follow(vllm_config):
         return
-    # Tensors of other ranks are left aside too, so that the name has to tell.
-    aside = (n for n, touched in trace.touched.items() if not touched and n not in trace.unknown)
-    trained = sorted(mtp_weights(aside, layers_of(vllm_config)))
-    if trained:
-        raise PlanError(
-            f"the engine decodes speculatively ({speculative.method}) with MTP layers of another checkpoint ({speculative.model}), "
-            f"and the policy trains MTP layers: the manifest has {len(trained)} of their weights, and {STAYS}, however far the "
-            "policy is trained. Leave model out of speculative_config, so that vLLM takes those of the served checkpoint, which "
-            "refits bring; or start vLLM without speculative_config, or train without MTP layers",
-            stage="trace",
-            parameter=trained[0],
-        )
+    remedy = (
+        "Leave model out of speculative_config, so that vLLM takes those of the served checkpoint, which refits bring; or start "
+        "vLLM without speculative_config"
+    )
+    require_none_trained(trace, layers_of(vllm_config), speculative.method, speculative.model, remedy)
 
 
 def layers_of(vllm_config: Any) -> int:
