@@ -1,7 +1,7 @@
 """Hosts of one machine, made of Linux namespaces: each has a network, a name, IPC, /tmp and /dev/shm of its own.
 
 Nothing of one can be reached from another one but over TCP, through bridges in a network namespace that belongs to none of
-them. They share the kernel and its boot id, the clock and the files outside of /tmp and /dev/shm, as containers of one machine do.
+them. They share the kernel and its boot id, the clock and the files outside of /tmp and /dev/shm, and this clone, as containers of one machine do.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Cluster:
         lines += [f"{address} {' '.join(names)}" for address, names in (known or {}).items()]
         setup = (
             "set -e; mount -t tmpfs none /dev/shm; mount -t tmpfs none /run; cat > /run/hosts; mount --bind /run/hosts /etc/hosts; "
-            "mount -t tmpfs none /tmp; chmod 1777 /tmp /dev/shm; hostname $0; ip link set lo up; echo ready; exec sleep infinity"
+            # This clone may lie in /tmp, and ranks start in it.
+            'mkdir /run/here; mount --bind "$PWD" /run/here; mount -t tmpfs none /tmp; mkdir -p "$PWD"; mount --bind /run/here "$PWD"; '
+            "chmod 1777 /tmp /dev/shm; hostname $0; ip link set lo up; echo ready; exec sleep infinity"
         )
         argv = ["unshare", *_OWN, "sh", "-c", setup, hostname or name]
         anchor = self._stack.enter_context(_anchor(argv, "\n".join(lines) + "\n"))
