@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,11 @@ def missing(gpus: int) -> list[str]:
         )
         if find_spec(name) is None
     ]
+    if find_spec("trl") is not None and not any(map(_has_value_head, ("trl.experimental.ppo", "trl"))):
+        told.append(
+            "verl 0.9.1 finds trl here and imports AutoModelForCausalLMWithValueHead from it, which this trl has given up: "
+            "the actors would not start. Use an environment without trl (docs/trl.md)"
+        )
     if gpus and "RAY_ADDRESS" not in os.environ and find_spec("torch") is not None:
         import torch
 
@@ -32,6 +38,13 @@ def missing(gpus: int) -> list[str]:
         if found < gpus:
             told.append(f"this example needs {gpus} GPUs, and torch {torch.__version__} finds {found} here")
     return told
+
+
+def _has_value_head(module: str) -> bool:
+    try:
+        return hasattr(import_module(module), "AutoModelForCausalLMWithValueHead")
+    except ImportError:
+        return False
 
 
 def main() -> int:
