@@ -70,3 +70,6 @@ def _write_true_shapes(model: str, folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     whole.save_pretrained(folder)
+    del whole
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # this process stays beside the runs, which want all of the GPU
