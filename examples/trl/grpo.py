@@ -5,7 +5,7 @@
         --weight-transfer-config '{"backend": "rlrefit"}'
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file examples/trl/fsdp2.yaml examples/trl/grpo.py --model /tmp/tiny
 
-The last lines have the seconds of each update. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server
+The last lines have the seconds of each update, and the stages of the last one. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server
 has the backend "nccl", on a GPU of its own (compare.sh).
 """
 
@@ -81,12 +81,21 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
     if arguments.own:
         trainer = AsyncGRPOTrainer(**given)
     else:
+        from rlrefit.workers.engines.http_client import RefitClient
         from rlrefit.workers.frameworks.trl.trainer import RefitAsyncGRPOTrainer
 
         trainer = RefitAsyncGRPOTrainer(**given)
     trainer.train()
-    logged = trainer.state.log_history if trainer.is_world_process_zero() else []
-    return [entry for entry in logged if TIMES in entry]
+    if not trainer.is_world_process_zero():
+        return []
+    if not arguments.own:
+        for who, record in (
+            ("the trainer", trainer.refit_record),
+            ("the server", RefitClient(arguments.server).records()[0]),
+        ):
+            parts = ", ".join(f"{stage} {1e3 * seconds:.1f}" for stage, seconds in record["seconds"].items())
+            print(f"last update of {who}: {1e3 * record['seconds_total']:.1f} ms; {parts}", flush=True)
+    return [entry for entry in trainer.state.log_history if TIMES in entry]
 
 
 def main(argv: list[str] | None = None) -> int:

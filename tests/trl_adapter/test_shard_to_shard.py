@@ -121,6 +121,7 @@ def test_the_example_trains(server: Server, tmp_path: Path):
         "step 1: update ",
         "step 2: update ",
     ]
+    assert printed.count("last update of the ") == 2
     assert server.probe("refit_serving_version") == {"version": 3}
 
 
