@@ -18,8 +18,8 @@ import torch
 from ..layout import Box, Fragment, local_slice, volume
 from ..weights.manifest import TensorSpec
 
-# Boxes that one rank holds, by weight.
-_HeldBoxes = Mapping[str, Sequence[Box]]
+# Boxes that ranks hold or want, by weight and rank.
+_Boxes = Mapping[str, Mapping[int, Sequence[Box]]]
 
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 
@@ -52,19 +52,26 @@ class WholeTensor:
         return volume(tuple((0, n) for n in self.shape)) * self.dtype.itemsize
 
 
-def whole_tensors(
-    specs: Sequence[TensorSpec], sources: Mapping[int, _HeldBoxes], destinations: Mapping[int, _HeldBoxes]
-) -> list[WholeTensor]:
+def by_weight(ranks: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[str, dict[int, Sequence[Box]]]:
+    """What ranks hold or want, by weight and then by rank."""
+    found: dict[str, dict[int, Sequence[Box]]] = defaultdict(dict)
+    for rank, held in ranks.items():
+        for name, boxes in held.items():
+            found[name][rank] = boxes
+    return found
+
+
+def whole_tensors(specs: Sequence[TensorSpec], sources: _Boxes, destinations: _Boxes) -> list[WholeTensor]:
     """All weights that some destination wants, in the order of ``specs``, experts stacked.
 
     Args:
         specs: the weights.
-        sources: trainer rank → what it holds.
-        destinations: generation rank → what it wants.
+        sources: weight → trainer rank → what it holds.
+        destinations: weight → generation rank → what it wants.
     """
     rows: dict[tuple[object, ...], list[tuple[int, TensorSpec]]] = defaultdict(list)
     for spec in specs:
-        if not any(held.get(spec.name) for held in destinations.values()):
+        if not any(destinations.get(spec.name, {}).values()):
             continue
         match = _EXPERT.match(spec.name)
         if match is None:
@@ -140,6 +147,10 @@ class RegionStorage:
                     self._live.append(fragment.view.unsqueeze(0) if tensor.stacked else fragment.view)
         self.view = self._as_one_view(tensor.stacked)
 
+    def parts(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Live storage, piece by piece, and where each piece lies in a tensor of the region's shape."""
+        return [(live, buffer[index]) for live, index in zip(self._live, self._index, strict=True)]
+
     def gather(self) -> torch.Tensor:
         """The region as one tensor: the live view, or a copy of its parts that is made now (stacked experts)."""
         if self.view is not None:
@@ -184,15 +195,9 @@ class RegionStorage:
         return first.as_strided(self.shape, (step, *first.stride()[1:])) if step > 0 else None
 
 
-def _regions(
-    names: Sequence[str], stacked: bool, side: Mapping[int, _HeldBoxes]
-) -> dict[int, tuple[Box, ...]]:
-    regions: dict[int, tuple[Box, ...]] = {}
-    for rank, held in side.items():
-        boxes: list[Box] = []
-        for position, name in enumerate(names):
-            for box in held.get(name, ()):
-                boxes.append(((position, position + 1), *box) if stacked else box)
-        if boxes:
-            regions[rank] = merged(boxes)
-    return regions
+def _regions(names: Sequence[str], stacked: bool, side: _Boxes) -> dict[int, tuple[Box, ...]]:
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for position, name in enumerate(names):
+        for rank, held in side.get(name, {}).items():
+            boxes[rank] += [((position, position + 1), *box) if stacked else box for box in held]
+    return {rank: merged(held) for rank, held in boxes.items() if held}
