@@ -11,6 +11,7 @@ from ..comm.group import Group
 from ..comm.opening import GroupChoice, open_group, without_nccl
 from ..config import RefitConfig
 from ..control.channel import Channel
+from ..control.world import host_identity
 from ..errors import TransportUnavailable, end_all
 from ..gpu_memory.availability import GpuFacts, availability
 from ..plan import BroadcastPlan, Plan
@@ -99,8 +100,8 @@ def make_transport(
             end_all([partial(opened.close, failed=True)], error)
             raise
     if transport == "m2n" and isinstance(plan, ReshardPlan):
-        _require_m2n(channel, choice, device)
-        return _open_m2n(group, channel, device, plan, config)
+        one_host = _require_m2n(channel, choice, device)
+        return _open_m2n(group, channel, device, plan, config, one_host)
     if transport in ONE_SIDED and isinstance(plan, Plan):
         pulls = transport == "pull" and not world.is_source
         return IpcTransport(
@@ -124,11 +125,11 @@ def make_transport(
     raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull, m2n or golden")
 
 
-def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device) -> None:
-    """Check that all ranks can use ``nccl.m2n``, before any makes a communicator."""
+def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device) -> bool:
+    """Check that all ranks can use ``nccl.m2n``, before any makes a communicator; returns whether they are on one host."""
     reason = unavailable(device) if choice.kind == "network" else choice.why
-    told = channel.vote("m2n/able", reason)
-    for rank, lacking in enumerate(told):
+    told = channel.vote("m2n/able", [reason, host_identity()])
+    for rank, (lacking, _) in enumerate(told):
         if lacking:
             raise TransportUnavailable(
                 f"policy.refit.transport is m2n, and {channel.world.describe(rank)} can't use it: {lacking}. Or set "
@@ -137,6 +138,7 @@ def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device) ->
                 rank=channel.world.rank,
                 blamed=rank,
             )
+    return len({host for _, host in told}) == 1
 
 
 def _open_m2n(
@@ -145,6 +147,7 @@ def _open_m2n(
     device: torch.device,
     plan: ReshardPlan,
     config: RefitConfig,
+    one_host: bool,
 ) -> M2nTransport:
     world = channel.world
     told = channel.vote("m2n/ids", [i.hex() for i in new_ids(config.streams)] if world.rank == 0 else None)
@@ -155,6 +158,7 @@ def _open_m2n(
             [bytes.fromhex(one) for one in told[0]],
             world.rank,
             world.size,
+            not one_host,
             device,
             config.bucket_bytes,
             channel.timeout_s,
@@ -162,6 +166,6 @@ def _open_m2n(
         )
         return M2nTransport(opened, communicators, world.rank, plan, config.verify, channel.turn)
     except BaseException as error:
-        steps = [] if communicators is None else [partial(communicators.close, failed=True, ended=True)]
+        steps = [] if communicators is None else [partial(communicators.close, failed=True)]
         end_all([partial(opened.close, failed=True), *steps], error)
         raise

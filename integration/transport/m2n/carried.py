@@ -13,8 +13,9 @@ from ...weights.manifest import TensorSpec
 from ..whole_tensors import WholeTensor, whole_tensors
 from .meshes import MeshTransfer, mesh_transfer
 
-# Copies that the library enqueues for one batch at most. A few batches are ahead of the GPU, whose queues hold some thousand calls.
-_MOST_COPIES = 96
+# Calls of CUDA that the library makes for one batch at most. A few batches are ahead of the GPU, whose queues hold some thousand
+# calls: one more would block without a limit of time, and with it all that asks the driver.
+_MOST_CALLS = 128
 # Reasons that a remark names.
 _NAMED_REASONS = 3
 
@@ -144,7 +145,7 @@ def batches(transfers: Sequence[MeshTransfer], bucket_bytes: int) -> list[tuple[
 
 def _fits_together(held: Sequence[MeshTransfer], bucket_bytes: int) -> bool:
     sides = (sum(aligned(t.source_bytes) for t in held), sum(aligned(t.destination_bytes) for t in held))
-    return max(sides) <= bucket_bytes and sum(t.copies for t in held) <= _MOST_COPIES
+    return max(sides) <= bucket_bytes and sum(t.calls for t in held) <= _MOST_CALLS
 
 
 def _fitting(tensor: WholeTensor, bucket_bytes: int) -> MeshTransfer | str:

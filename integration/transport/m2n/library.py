@@ -4,6 +4,9 @@ What its sources (0.2.0, August 2026) say, and this module goes by:
 
 - A reshard packs into memory of the library, waits there for the other ranks on the GPU, and unpacks. That memory is as large
   as ``NCCL_RESHARD_PACK_BUFFSIZES`` says, 2 GiB for each communicator without it.
+- Between the GPUs of one host a reshard is copies by copy engines and waits of streams (``reshardCopyPackLsaHput``). Reshards that
+  are joined in a group (``reshardCopyPackGroupNormalized``) go by a kernel, which needs GIN, and so a network card for RDMA,
+  even there.
 - Nothing ends a reshard whose peer has gone: its kernel and its stream's waits do not look at the flag that
   ``ncclCommAbort`` sets (``outDevComm->abortFlag`` is set for NCCL's own kernels alone). The process has to end.
 - What it keeps of a communicator is freed with the last handle of the process, and has to be before the communicator is.
@@ -16,7 +19,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,12 +52,14 @@ class _Process:
     Attributes:
         handle: while communicators are open.
         users: how many :class:`Communicators` there are.
+        pack_bytes: of a lane's memory for packing, as the handle was made.
         closed: communicators that are freed with the handle.
         lost: why the library can't be used any more; empty if it can.
     """
 
     handle: Any = None
     users: int = 0
+    pack_bytes: int = 0
     closed: list[Callable[[], object]] = field(default_factory=list)
     lost: str = ""
 
@@ -102,6 +107,7 @@ class Communicators:
         ids: of each lane, the same on all ranks.
         rank: of this process in them.
         size: of them.
+        joins: whether reshards are joined in groups, which needs GIN on all ranks.
         device: a CUDA device.
         pack_bytes: of a lane's memory for packing.
         timeout_s: seconds that opening may take.
@@ -122,6 +128,7 @@ class Communicators:
         ids: Sequence[bytes],
         rank: int,
         size: int,
+        joins: bool,
         device: torch.device,
         pack_bytes: int,
         timeout_s: float,
@@ -130,7 +137,7 @@ class Communicators:
         self.m2n: Any = importlib.import_module("nccl.m2n")
         self._core: Any = importlib.import_module("nccl.core")
         self.lanes, self.pack_bytes = len(ids), len(ids) * pack_bytes
-        self._rank, self._size, self._device = rank, size, device
+        self._rank, self._size, self._joins, self._device = rank, size, joins, device
         self._timeout_s, self._watch = timeout_s, watch
         self._comms: list[Any] = []
         with _lock:
@@ -138,11 +145,11 @@ class Communicators:
         try:
             self.in_time(partial(self._open, ids, pack_bytes), "connect")
         except BaseException:
-            self.close(failed=True, ended=True)
+            self.close(failed=True)
             raise
 
     def reshard(self, lane: int, pairs: Sequence[tuple[Any, Any]], stream: int) -> None:
-        """Enqueue reshards on a CUDA stream, joined as far as the library does.
+        """Enqueue reshards on a CUDA stream.
 
         Args:
             lane: whose communicator carries them; a lane's are submitted in the same order on all ranks.
@@ -150,7 +157,7 @@ class Communicators:
             stream: its handle.
         """
         comm = self._comms[lane]
-        with self._explained("transfer"), self.m2n.group():
+        with self._explained("transfer"), self.m2n.group() if self._joins else nullcontext():
             for source, destination in pairs:
                 _process.handle.reshard(comm, source, destination, stream=stream)
 
@@ -186,13 +193,8 @@ class Communicators:
                 lose()
             raise
 
-    def close(self, *, failed: bool, ended: bool) -> None:
-        """Give the communicators up; safe to call twice.
-
-        Args:
-            failed: peers may be gone.
-            ended: whether all that was enqueued has ended.
-        """
+    def close(self, *, failed: bool) -> None:
+        """Give the communicators up, once all that was enqueued has ended; safe to call twice. ``failed``: peers may be gone."""
         comms, self._comms = self._comms, []
         with _lock:
             if self._core is None:
@@ -200,8 +202,6 @@ class Communicators:
             self._core = None
             _process.users -= 1
             _process.closed += [comm.abort if failed else comm.destroy for comm in comms]
-            if not ended:
-                lose()
             if _process.lost or _process.users:
                 return
             handle, _process.handle = _process.handle, None
@@ -227,6 +227,14 @@ class Communicators:
                 if _process.handle is None:
                     with _pack_buffers(f"{pack_bytes}:{len(ids)}"):
                         _process.handle = self.m2n.Handle.create()
+                    _process.pack_bytes = pack_bytes
+            if _process.pack_bytes < pack_bytes:
+                raise RefitError(
+                    f"buckets of {_process.pack_bytes} bytes serve all that uses nccl.m2n in this process, since the first of it "
+                    f"asked for them, and {pack_bytes} are asked for now; give all the same policy.refit.bucket_mb",
+                    stage="connect",
+                    rank=self._rank,
+                )
 
     @contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
@@ -244,7 +252,7 @@ class Communicators:
 
 
 def lose() -> None:
-    """Note that the library can't be used in this process any more."""
+    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end."""
     if not _process.lost:
         _process.lost = _LOST
         logger.error("%s", _LOST)

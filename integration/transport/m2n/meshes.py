@@ -90,9 +90,9 @@ class MeshTransfer:
         return prod(self.destination.local_shape) * self.tensor.dtype.itemsize
 
     @property
-    def copies(self) -> int:
-        """Copies that a rank enqueues for it at most: one for each part of the other side."""
-        return max(self.source.shards, self.destination.shards)
+    def calls(self) -> int:
+        """Calls of CUDA that a rank's reshard takes, about: copies and signals for each rank of the other side."""
+        return 4 + 4 * max(prod(self.source.dims), prod(self.destination.dims))
 
 
 def mesh_transfer(tensor: WholeTensor) -> MeshTransfer | str:

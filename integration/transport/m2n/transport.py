@@ -26,7 +26,7 @@ from ..p2p import P2PTransport
 from ..streams import Event, have_ended, make_event, make_stream
 from .bound import BoundBatch, BoundReshards, Describer
 from .carried import ReshardPlan
-from .library import Communicators
+from .library import Communicators, lose
 from .meshes import MeshTransfer, smallest_shapes
 
 logger = logging.getLogger(__name__)
@@ -127,16 +127,18 @@ class M2nTransport(P2PTransport):
         super().connect(described)
 
     def close(self, *, failed: bool = False) -> None:
-        ended = not failed or have_ended(self._lane_streams, self.group.device, _DRAIN_WITHIN)
-        if not ended:
-            _left_running.append(self._reshards)
-        self._reshards = None
-        end_all(
-            [
-                partial(super().close, failed=failed),
-                partial(self._communicators.close, failed=failed, ended=ended),
-            ]
-        )
+        end_all([partial(super().close, failed=failed), partial(self._communicators.close, failed=failed)])
+
+    def _free(self, failed: bool) -> None:
+        super()._free(failed)
+        reshards, self._reshards = self._reshards, None
+        if (
+            failed
+            and reshards is not None
+            and not have_ended(self._lane_streams, self.group.device, _DRAIN_WITHIN)
+        ):
+            _left_running.append(reshards.memory)
+            lose()
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         assert self._reshards is not None, "connect comes before run"
@@ -162,7 +164,7 @@ class M2nTransport(P2PTransport):
         )
 
     def _warm_up(self) -> None:
-        """Reshard some bytes of scratch memory between each pair of meshes, over each lane, one tensor alone and two joined.
+        """Reshard some bytes of scratch memory between each pair of meshes, over each lane: one tensor, and two together.
 
         The library makes what it needs for them in its first calls, in which all ranks wait for each other on the host.
         """
