@@ -15,6 +15,7 @@ import torch
 
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.transport.m2n import unavailable
+from tests.spawn import free_port
 
 from . import test_offload_on_gpu as offload
 from .needs import needs
@@ -325,6 +326,37 @@ def test_weights_that_the_trainer_quantizes_go_by_p2p_beside_the_others() -> Non
     assert [row[2][1] for row in engines if row[2][1]] == []
     assert all(0 < row[2][2]["bytes_resharded"] < row[2][2]["bytes_bulk"] for row in engines)
     assert all("quantized" in row[2][3] for row in engines)
+
+
+def xferdtensor_main(rank: int, port: int, results: Any) -> None:
+    import torch.distributed as dist
+
+    from rlrefit.integration.comm.torch_group import TorchGroup
+    from rlrefit.integration.layout import Shard
+    from rlrefit.integration.xferdtensor import xferdtensor
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    group = TorchGroup.open(store, "group", rank, 2, device, 60.0, lambda stage: None)
+    for shape in ((96, 64), (3, 4, 5, 6)):
+        for seed in range(3):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            src = values.to(device) if rank == 0 else None
+            dst = torch.full(shape, float("nan"), device=device) if rank == 1 else None
+            moved = xferdtensor(
+                src, [0], [Shard(0)], dst, [1], [Shard(1)], group, transport="m2n", verify="full", shape=shape
+            )
+            right = dst is None or torch.equal(dst.cpu(), values)
+            results.put((rank, len(shape), right, moved.resharded_bytes, values.nbytes))
+
+
+def test_xferdtensor_goes_by_reshards_where_meshes_express_it_and_else_by_p2p() -> None:
+    port = free_port()
+    with spawned(xferdtensor_main, [(rank, port) for rank in range(2)]) as results:
+        rows = [results.get(timeout=100) for _ in range(12)]
+    assert all(row[2] for row in rows), rows
+    assert all(resharded == (nbytes if dims == 2 else 0) for _, dims, _, resharded, nbytes in rows)
 
 
 def test_a_rank_that_dies_before_its_reshards_ends_the_refit_and_survivors_meet_again() -> None:
