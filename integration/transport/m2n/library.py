@@ -161,8 +161,13 @@ class Communicators:
             for source, destination in pairs:
                 _process.handle.reshard(comm, source, destination, stream=stream)
 
-    def in_time[T](self, call: Callable[[], T], stage: str) -> T:
+    def in_time[T](self, call: Callable[[], T], stage: str, stop: threading.Event | None = None) -> T:
         """Make calls of the library, any of which may block for ever, within the limit of time.
+
+        Args:
+            call: makes them.
+            stage: of errors.
+            stop: is set if the time is up or another rank has given up; ``call`` then returns before its next one.
 
         Raises:
             RefitTimeout: they did not return.
@@ -188,6 +193,8 @@ class Communicators:
         try:
             return guarded(run, self._timeout_s, stage, self._watch, late)
         except BaseException:
+            if stop is not None:
+                stop.set()
             if not returned.wait(_RETURN_WITHIN):
                 # Its lock, which all its calls take, is held by a call that may never return.
                 lose()

@@ -114,7 +114,7 @@ class M2nTransport(P2PTransport):
                 self._fragments[fragment.name].append(fragment)
 
     def connect(self, described: Sequence[object]) -> None:
-        fragments, self._fragments = self._fragments, {}
+        fragments, self._fragments, self._reshards = self._fragments, {}, None
         self._reshards = BoundReshards(
             self._carried.batches,
             self._of_carried,
@@ -199,14 +199,10 @@ class M2nTransport(P2PTransport):
         for stream in (self._pack, self._unpack, *self._lane_streams):
             stream.wait_caller()
         stop = threading.Event()
-        try:
-            self._communicators.in_time(partial(self._submit, reshards, refit, clock, stop), "transfer")
-            void = self._check_moved()
-            with clock.waiting():
-                group.wait_for(self._landed_batches, "transfer")
-        except BaseException:
-            stop.set()
-            raise
+        self._communicators.in_time(partial(self._submit, reshards, refit, clock, stop), "transfer", stop)
+        void = self._check_moved()
+        with clock.waiting():
+            group.wait_for(self._landed_batches, "transfer")
         caller = torch.cuda.current_stream()
         try:
             self._compare_sums(reshards, clock)
