@@ -79,6 +79,8 @@ def whole_tensors(specs: Sequence[TensorSpec], sources: _Boxes, destinations: _B
         else:
             rows[f"{match[1]}*{match[3]}", spec.shape, spec.dtype].append((int(match[2]), spec))
     found = []
+    # Layers are held alike, and then by one mapping.
+    known: dict[tuple[object, ...], dict[int, tuple[Box, ...]]] = {}
     for key, members in rows.items():
         first = members[0][1]
         stacked = _EXPERT.match(first.name) is not None
@@ -90,8 +92,8 @@ def whole_tensors(specs: Sequence[TensorSpec], sources: _Boxes, destinations: _B
                 shape=(len(names), *first.shape) if stacked else tuple(first.shape),
                 dtype=first.dtype,
                 stacked=stacked,
-                sources=_regions(names, stacked, sources),
-                destinations=_regions(names, stacked, destinations),
+                sources=_regions(names, stacked, sources, known),
+                destinations=_regions(names, stacked, destinations, known),
             )
         )
     return found
@@ -195,7 +197,20 @@ class RegionStorage:
         return first.as_strided(self.shape, (step, *first.stride()[1:])) if step > 0 else None
 
 
-def _regions(names: Sequence[str], stacked: bool, side: _Boxes) -> dict[int, tuple[Box, ...]]:
+def _regions(
+    names: Sequence[str],
+    stacked: bool,
+    side: _Boxes,
+    known: dict[tuple[object, ...], dict[int, tuple[Box, ...]]],
+) -> dict[int, tuple[Box, ...]]:
+    """Rank → regions; one and the same mapping for tensors that are held by the same ones."""
+    key = stacked, *(id(side.get(name)) for name in names)
+    if key not in known:
+        known[key] = _merged_regions(names, stacked, side)
+    return known[key]
+
+
+def _merged_regions(names: Sequence[str], stacked: bool, side: _Boxes) -> dict[int, tuple[Box, ...]]:
     boxes: dict[int, list[Box]] = defaultdict(list)
     for position, name in enumerate(names):
         for rank, held in side.get(name, {}).items():

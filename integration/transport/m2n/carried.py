@@ -105,14 +105,20 @@ def carry(
     fitting: list[MeshTransfer] = []
     left: Counter[str] = Counter()
     left_bytes: Counter[str] = Counter()
-    for tensor in whole_tensors(specs, sources, destinations):
+    # Layers are cut alike.
+    known: dict[tuple[object, ...], MeshTransfer | str] = {}
+    tensors = whole_tensors(specs, sources, destinations)
+    for tensor in tensors:
         reason = next((unfit[name] for name in tensor.names if name in unfit), "")
-        found = reason or _fitting(tensor, bucket_bytes)
+        like = tensor.shape, tensor.dtype, id(tensor.sources), id(tensor.destinations)
+        if not reason and like not in known:
+            known[like] = _fitting(tensor, bucket_bytes)
+        found = reason or known[like]
         if isinstance(found, str):
             left[found] += len(tensor.names)
             left_bytes[found] += tensor.nbytes
         else:
-            fitting.append(found)
+            fitting.append(replace(found, tensor=tensor))
     return Carried(
         tuple(batches(fitting, bucket_bytes)),
         frozenset(name for transfer in fitting for name in transfer.tensor.names),
