@@ -13,12 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from .errors import RefitMismatch
 
-TRANSPORTS = ("auto", "ipc", "pull", "p2p", "golden")
-# NVIDIA's nccl.m2n, a peer of the bench: why it is no transport yet, installed or not.
-_NO_M2N = (
-    "m2n carries no refits; give auto, ipc, pull, p2p or golden (nccl.m2n moves one tensor a call, knows only even meshes of two "
-    "dimensions, and is not joined with the checksums of verify; 'rlrefit bench --peers m2n' times it)"
-)
+TRANSPORTS = ("auto", "ipc", "pull", "p2p", "m2n", "golden")
 _VERIFY_MODES = ("off", "sampled", "full")
 _DELTA_MODES = ("off", "auto", "always")
 _HAVE_OFF = ("verify", "delta")
@@ -38,9 +33,11 @@ class RefitConfig:
             writes straight into the engines' parameters, on GPUs of one host, and has engines whose memory can't be
             mapped read the trainer's; ``pull`` has all engines read; ``golden`` broadcasts every
             held fragment to everyone (slow, the oracle); ``auto`` takes ``ipc`` where it can work, else
-            ``p2p``, and says why. ``m2n`` (NVIDIA's ``nccl.m2n``) is refused, since it carries no refits yet.
+            ``p2p``, and says why; ``m2n`` hands whole tensors to NVIDIA's ``nccl.m2n``, which has to be installed, and the
+            others to ``p2p``.
         bucket_mb: size of a bucket in MiB. ``p2p`` stages through two of them for each direction and stream,
-            so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses two.
+            so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses two. ``m2n`` has one for
+            each stream, and nccl.m2n another.
         streams: rounds of ``p2p`` that are on the wire of GPUs at a time, each with a communicator of its own.
         timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage, and that opening
             a session may take as a whole.
@@ -115,9 +112,7 @@ class RefitConfig:
     def violations(self, prefix: str = "policy.refit") -> list[str]:
         """All that is wrong with the values, one sentence each, with the remedy; empty if nothing is."""
         found = []
-        if self.transport == "m2n":
-            found.append(f"{prefix}.transport: {_NO_M2N}")
-        elif self.transport not in TRANSPORTS:
+        if self.transport not in TRANSPORTS:
             found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.verify not in _VERIFY_MODES:
             found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(_VERIFY_MODES)}")

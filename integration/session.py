@@ -329,6 +329,7 @@ class RefitSession:
             bytes_verified=moved.bytes_verified,
             bytes_wire=moved.bytes_wire,
             changed_share=moved.changed_share,
+            bytes_resharded=moved.bytes_resharded,
             handles_opened=self.engine.handles_opened(),
             # Last, so that they count what the record itself takes.
             seconds_total=clock.wall_seconds,

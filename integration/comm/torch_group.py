@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, Group, PeerBuffer, classifying
-from .waiting import wait_until
+from .waiting import done_within, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ class TorchGroup(Group):
     def abort(self) -> bool:
         if self.device.type != "cuda":
             return True
-        wrong = _in_thread([backend.abort for backend in self._backends], _ABORT_WITHIN)
+        wrong = done_within([backend.abort for backend in self._backends], _ABORT_WITHIN)
         if wrong:
             logger.warning("rank %d could not give up its communicators: %s", self.rank, wrong)
         return not wrong
@@ -245,7 +244,7 @@ class TorchGroup(Group):
             self.abort()
         elif self.device.type == "cuda":
             limit = min(self.timeout_s, _CLOSE_WITHIN)
-            wrong = _in_thread([backend.shutdown for backend in self._backends], limit)
+            wrong = done_within([backend.shutdown for backend in self._backends], limit)
             if wrong:
                 logger.warning(
                     "rank %d gives up its communicators instead of closing them: %s. Did a peer end early?",
@@ -283,29 +282,14 @@ class TorchGroup(Group):
 
     def _guarded[T](self, call: Callable[[], T]) -> T:
         """Run a call that can block without a limit in a thread, and wait for it as for an exchange."""
-        made: list[T] = []
-        failures: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                made.append(call())
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        wait_until(
-            lambda: not thread.is_alive(),
+        return guarded(
+            call,
             self.timeout_s,
             "connect",
             self.check_peers,
             self._unconnected,
-            thread.join,
+            self._raise_nccl_errors,
         )
-        self._raise_nccl_errors("connect")
-        for failure in failures:
-            raise failure
-        return made[0]
 
     def _unconnected(self) -> RefitTimeout:
         # Or NCCL's kernel would spin on, and the next synchronisation of the device would never return.
@@ -468,20 +452,3 @@ def _backends_of(group: dist.ProcessGroup | Group, device: torch.device) -> list
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     wanted = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
     return [backend] if isinstance(backend, getattr(dist, wanted, ())) else []
-
-
-def _in_thread(calls: Sequence[Callable[[], object]], limit_s: float) -> str:
-    """Make calls that can block without a limit, in a thread of their own; returns what went wrong, or nothing."""
-    wrong: list[str] = []
-
-    def run() -> None:
-        for call in calls:
-            try:
-                call()
-            except Exception as error:
-                wrong.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return f"not done after {limit_s:.0f} s" if thread.is_alive() else "; ".join(wrong)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -58,6 +59,60 @@ def wait_until(
                 time.sleep(PAUSE_S)
         else:
             pause(max(0.0, min(next_watch, start + timeout_s) - now))
+
+
+def guarded[T](
+    call: Callable[[], T],
+    timeout_s: float,
+    stage: str,
+    watch: Callable[[str], object],
+    late: Callable[[], Exception],
+    ended: Callable[[str], object] | None = None,
+) -> T:
+    """Make a call that can block without a limit in a thread of its own, and wait for it as :func:`wait_until`.
+
+    Args:
+        call: is left to itself once the time is up.
+        timeout_s, stage, watch, late: as there.
+        ended: called with the stage once the call has ended, before what came of it; may raise.
+
+    Returns:
+        What the call returned. Its exception is raised here.
+    """
+    made: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(call())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait_until(lambda: not thread.is_alive(), timeout_s, stage, watch, late, thread.join)
+    if ended is not None:
+        ended(stage)
+    for failure in failures:
+        raise failure
+    return made[0]
+
+
+def done_within(calls: Sequence[Callable[[], object]], limit_s: float) -> str:
+    """Make calls that can block without a limit, in a thread of their own; returns what went wrong, or nothing."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return f"not done after {limit_s:.0f} s" if thread.is_alive() else "; ".join(wrong)
 
 
 def ends_within(done: Callable[[], bool], limit_s: float) -> bool:

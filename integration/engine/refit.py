@@ -7,12 +7,14 @@ Bulk weights go shard to shard. All others go over the packed broadcast: gathere
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from ..broadcast.packed import PackedBroadcast
@@ -23,11 +25,12 @@ from ..control.world import RefitWorld
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
-from ..layout import Axes, Fragment
+from ..layout import Axes, Box, Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
 from ..records.clock import StageClock
 from ..transport import ONE_SIDED, TransferResult, choose
+from ..transport.m2n import Carried, ReshardPlan, carry
 from ..transport.streams import working_on
 from ..weights.endpoints import (
     WeightDestination,
@@ -37,7 +40,7 @@ from ..weights.endpoints import (
     prepares_alone,
     rewritten,
 )
-from ..weights.holdings import Holdings, HoldingsReader, SpecTable
+from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
 from ..weights.packing_experts import scales_of_packed
 from ..weights.routing import warn_of_misc
@@ -88,6 +91,7 @@ class Moved:
     """What one rank moved in one refit, in bytes; ``void`` if all of it counts for nothing, and has to be moved again.
 
     ``bytes_wire`` is what travelled of it, and ``changed_share`` the share of bulk elements that differed, after a sparse refit.
+    ``bytes_resharded`` is what ``nccl.m2n`` carried of the bulk.
     """
 
     bytes_bulk: int
@@ -96,6 +100,7 @@ class Moved:
     void: bool = False
     bytes_wire: int = 0
     changed_share: float | None = None
+    bytes_resharded: int = 0
 
 
 class RefitEngine:
@@ -185,8 +190,8 @@ class RefitEngine:
             destinations,
             bucket_bytes=self.config.bucket_bytes,
             topology=Topology.of_hosts([place.host for place in places], [place.device for place in places]),
-            # One-sided, every sender reaches every receiver, and none passes anything on.
-            fan_out=False if self._chosen[0] in ONE_SIDED else None,
+            # One-sided or by whole tensors, every sender reaches every receiver, and none passes anything on.
+            fan_out=False if self._chosen[0] in (*ONE_SIDED, "m2n") else None,
             pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
         )
         self.manifest = self.analysis.manifest
@@ -202,8 +207,33 @@ class RefitEngine:
         else:
             self.plan = self.analysis.compile(self.world.rank)
             pairs = self.plan.pair_digests
+        if self._chosen[0] == "m2n":
+            carried = self._carried(fragments, table)
+            digest += carried.digest
+            self.plan = ReshardPlan.of(cast(Plan, self.plan), carried)
         # With what is checked, since a checksum that one side writes has to be read by the other.
         agree_on_plan(self.channel, digest + self.config.verify, pairs)
+
+    def _carried(self, fragments: Sequence[Fragment], table: SpecTable) -> Carried:
+        """What ``nccl.m2n`` carries, from what all ranks hold, and from what each of them computes as it packs it."""
+        encoded = {table.positions[f.name] for f in fragments if f.encoding is not None}
+        told = self.channel.vote("m2n/encoded", encode_positions(np.array(sorted(encoded), dtype=np.int64)))
+        names = [spec.name for spec in table.specs]
+        unfit = dict.fromkeys(self._axes, "the two sides see it by axes")
+        for text in dict.fromkeys(told):
+            positions = decode_positions(text, len(names)).tolist()
+            unfit |= dict.fromkeys((names[i] for i in positions), "it is cast or quantized as it is packed")
+        sources: dict[str, dict[int, tuple[Box, ...]]] = {}
+        destinations: dict[str, dict[int, tuple[Box, ...]]] = {}
+        for one in self.analysis.classes:
+            held: dict[int, tuple[Box, ...]] = defaultdict(tuple)
+            for box, ranks in one.held:
+                for rank in ranks:
+                    held[rank] += (box,)
+            wanted = {rank: boxes for boxes, ranks in one.wanted for rank in ranks}
+            for position in one.members.tolist():
+                sources[names[position]], destinations[names[position]] = held, wanted
+        return carry(self.manifest.specs("bulk"), sources, destinations, unfit, self.config.bucket_bytes)
 
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
@@ -474,7 +504,7 @@ class RefitEngine:
 
     @property
     def transport_name(self) -> str:
-        """What carries the bulk of the bytes, for records: ``ipc``, ``pull``, ``p2p``, ``golden``, ``buckets`` or ``broadcast``."""
+        """What carries the bulk of the bytes, for records: ``ipc``, ``pull``, ``p2p``, ``m2n``, ``golden``, ``buckets`` or ``broadcast``."""
         name = self._bulk.name if self._bulk is not None else self._chosen[0]
         return "buckets" if name == "p2p" and self.way.shared_memory else name
 
@@ -586,5 +616,11 @@ def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, t
 def _moved(bulk: TransferResult, bytes_misc: int, bytes_verified: int) -> Moved:
     wire = bulk.payload_bytes if bulk.wire_bytes is None else bulk.wire_bytes
     return Moved(
-        bulk.payload_bytes, bytes_misc, bytes_verified, bulk.void, wire + bytes_misc, bulk.changed_share
+        bulk.payload_bytes,
+        bytes_misc,
+        bytes_verified,
+        bulk.void,
+        wire + bytes_misc,
+        bulk.changed_share,
+        bulk.resharded_bytes,
     )

@@ -38,6 +38,8 @@ class RefitRecord:
         bytes_wire: bytes that travelled of all these: fewer than ``bytes_bulk + bytes_misc`` after a sparse refit.
         changed_share: of the bulk elements that this rank sends or receives, the share that differed from the version before;
             None after a dense refit.
+        bytes_resharded: of ``bytes_bulk``, those that NVIDIA's ``nccl.m2n`` carried, under ``transport: m2n``; ``p2p`` carried the
+            others.
         handles_opened: handles of peers' GPU memory (of allocations; descriptors of chunks) that this rank opened since its last
             record: as the ranks met, or since memory slept or moved. 0 where no memory is mapped.
     """
@@ -61,6 +63,7 @@ class RefitRecord:
     bytes_wire: int = 0
     changed_share: float | None = None
     handles_opened: int = 0
+    bytes_resharded: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for JSON lines; without ``timeline`` and ``stage_peaks`` if there are none."""

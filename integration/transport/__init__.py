@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,12 +11,14 @@ from ..comm.group import Group
 from ..comm.opening import GroupChoice, open_group, without_nccl
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..errors import end_all
+from ..control.world import host_identity
+from ..errors import TransportUnavailable, end_all
 from ..gpu_memory.availability import GpuFacts, availability
 from ..plan import BroadcastPlan, Plan
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .ipc import IpcTransport
+from .m2n import Communicators, M2nTransport, ReshardPlan, new_ids, unavailable
 from .p2p import P2PTransport
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "ONE_SIDED",
     "GoldenTransport",
     "IpcTransport",
+    "M2nTransport",
     "P2PTransport",
     "TransferResult",
     "Transport",
@@ -77,6 +80,7 @@ def make_transport(
 
     Raises:
         ValueError: no transport has that name.
+        TransportUnavailable: on every rank, if some rank has not what the transport needs.
         RefitError: its communicators could not be made.
     """
     world = channel.world
@@ -95,6 +99,9 @@ def make_transport(
         except BaseException as error:
             end_all([partial(opened.close, failed=True)], error)
             raise
+    if transport == "m2n" and isinstance(plan, ReshardPlan):
+        one_host = _require_m2n(channel, choice, device)
+        return _open_m2n(group, channel, device, plan, config, one_host)
     if transport in ONE_SIDED and isinstance(plan, Plan):
         pulls = transport == "pull" and not world.is_source
         return IpcTransport(
@@ -115,4 +122,50 @@ def make_transport(
         return GoldenTransport(
             group(1), world.rank, plan, config.verify, channel.turn, is_source=world.is_source
         )
-    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull or golden")
+    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull, m2n or golden")
+
+
+def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device) -> bool:
+    """Check that all ranks can use ``nccl.m2n``, before any makes a communicator; returns whether they are on one host."""
+    reason = unavailable(device) if choice.kind == "network" else choice.why
+    told = channel.vote("m2n/able", [reason, host_identity()])
+    for rank, (lacking, _) in enumerate(told):
+        if lacking:
+            raise TransportUnavailable(
+                f"policy.refit.transport is m2n, and {channel.world.describe(rank)} can't use it: {lacking}. Or set "
+                "policy.refit.transport to p2p, or to auto. Nothing was written",
+                stage="connect",
+                rank=channel.world.rank,
+                blamed=rank,
+            )
+    return len({host for _, host in told}) == 1
+
+
+def _open_m2n(
+    group: Callable[[int], Group],
+    channel: Channel,
+    device: torch.device,
+    plan: ReshardPlan,
+    config: RefitConfig,
+    one_host: bool,
+) -> M2nTransport:
+    world = channel.world
+    told = channel.vote("m2n/ids", [i.hex() for i in new_ids(config.streams)] if world.rank == 0 else None)
+    opened = group(config.streams)
+    communicators: Communicators | None = None
+    try:
+        communicators = Communicators(
+            [bytes.fromhex(one) for one in told[0]],
+            world.rank,
+            world.size,
+            not one_host,
+            device,
+            config.bucket_bytes,
+            channel.timeout_s,
+            channel.check_abort,
+        )
+        return M2nTransport(opened, communicators, world.rank, plan, config.verify, channel.turn)
+    except BaseException as error:
+        steps = [] if communicators is None else [partial(communicators.close, failed=True)]
+        end_all([partial(opened.close, failed=True), *steps], error)
+        raise

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
 from ..packing import (
-    Checksums,
     Copy,
     EncodedView,
     Encoder,
     EncodingsByHost,
-    make_checksums,
     make_copy,
     make_encoders,
 )
 from ..packing.host import CopiesByHost, copied_by_host
 from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
-from .checksums import ChecksumRows
+from .checksums import Check, ChecksumRows
 from .messages import LocalMessage, LocalMessages
 from .storage import LiveView, LiveViews, flat_bytes, in_memory, packed_view, unowned
 
 # The buckets of a rank: (direction, number) → uint8.
 Buckets = dict[tuple[str, int], torch.Tensor]
-
-
-class Check(NamedTuple):
-    """Checksums of one round that are due in every ``of``-th refit, beginning with refit ``turn``."""
-
-    turn: int
-    of: int
-    checksums: Checksums
 
 
 @dataclass(frozen=True)
@@ -125,9 +113,8 @@ class BoundPlan:
         self.buckets = self._make_buckets(buckets)
         self._buffers = self._lay_out("out", self.outgoing, self._staged_out)
         self._buffers |= self._lay_out("in", self.incoming, self._staged_in)
-        self.checksums = ChecksumRows(messages, group, on=verify != "off")
+        self.checksums = ChecksumRows(messages, group, verify)
         self.rounds = [self._bind_round(index, lane) for index, lane in enumerate(lanes)]
-        self._turns = [(m.message.payload_bytes, messages.turns[m]) for ms in messages.receives for m in ms]
         # From here on plain addresses on a GPU: views would keep the memory of parameters that are offloaded meanwhile.
         self._views = LiveViews([])
 
@@ -154,18 +141,18 @@ class BoundPlan:
         one.by_host.launch()
         for encoder in one.encoders:
             encoder.launch()
-        for turn, of, checksums in one.sent_checks:
-            if refit % of == turn:
-                checksums.add_to(self.checksums.sent)
+        for check in one.sent_checks:
+            if check.is_due(refit):
+                check.checksums.add_to(self.checksums.sent)
         one.packed.launch()
 
     def unpack(self, index: int, refit: int) -> None:
         """Empty a round's bucket into live storage, and add up what landed there."""
         one = self.rounds[index]
         one.unpacked.launch()
-        for turn, of, checksums in one.landed_checks:
-            if refit % of == turn:
-                checksums.add_to(self.checksums.landed)
+        for check in one.landed_checks:
+            if check.is_due(refit):
+                check.checksums.add_to(self.checksums.landed)
 
     def drop(self) -> None:
         """After a failure: forget what is under way."""
@@ -174,9 +161,7 @@ class BoundPlan:
 
     def verified_bytes(self, refit: int) -> int:
         """Bytes that are compared in refit number ``refit``."""
-        if self._verify == "off":
-            return 0
-        return sum(n for n, (turn, of) in self._turns if self._verify == "full" or refit % of == turn)
+        return self.checksums.verified_bytes(refit)
 
     def _bind_round(self, index: int, lane: int) -> Round:
         messages, rows = self._messages, self.checksums
@@ -202,8 +187,8 @@ class BoundPlan:
             encoders=encoders,
             packed=self._pack_copy(staged_out),
             unpacked=self._unpack_copy(staged_in),
-            sent_checks=self._checks(own, rows.sent_rows, self._readable),
-            landed_checks=self._checks(receives, rows.landed_rows, self._landing),
+            sent_checks=rows.checks(_segments_of(own), rows.sent_rows, self._readable),
+            landed_checks=rows.checks(_segments_of(receives), rows.landed_rows, self._landing),
         )
 
     def _make_buckets(self, old: Buckets) -> Buckets:
@@ -293,24 +278,9 @@ class BoundPlan:
     def _landing(self, _: LocalMessage, segment: Segment) -> torch.Tensor:
         return in_memory(self._views.of(segment))
 
-    def _checks(
-        self,
-        messages: Sequence[LocalMessage],
-        rows: Mapping[LocalMessage, int],
-        view: Callable[[LocalMessage, Segment], torch.Tensor],
-    ) -> list[Check]:
-        """The checksums of one round's messages, together where they are due in the same refits."""
-        if self._verify == "off":
-            return []
-        due: dict[tuple[int, int], list[LocalMessage]] = defaultdict(list)
-        for one in messages:
-            due[self._messages.turns[one] if self._verify == "sampled" else (0, 1)].append(one)
-        checks = []
-        for (turn, of), together in sorted(due.items(), key=lambda entry: entry[0]):
-            views = [(view(one, s), s.offset) for one in together for s in one.message.segments]
-            slots = [rows[one] for one in together for _ in one.message.segments]
-            checks.append(Check(turn, of, make_checksums(views, self._group.device, slots)))
-        return checks
+
+def _segments_of(messages: Sequence[LocalMessage]) -> list[tuple[LocalMessage, Segment]]:
+    return [(one, segment) for one in messages for segment in one.message.segments]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,17 @@ checksum that they carry, and even where its turn to be checked has not come.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
+from ..packing import Checksums, make_checksums
+from ..plan import Segment
 from .messages import LocalMessage, LocalMessages
 from .storage import flat_bytes
 
@@ -22,10 +26,22 @@ _STEP = 0x9E3779B97F4A7C15
 _WORD = 1 << 64
 
 
+class Check(NamedTuple):
+    """Checksums that are due in every ``of``-th refit, beginning with refit ``turn``."""
+
+    turn: int
+    of: int
+    checksums: Checksums
+
+    def is_due(self, refit: int) -> bool:
+        """Whether they are in refit number ``refit``."""
+        return refit % self.of == self.turn
+
+
 class ChecksumRows:
     """Rows of checksums, one for each message; only its tag where it is not checked in this refit.
 
-    The checksums of framed messages travel in them; those of bare ones lie together for each peer and travel
+    The checksums of framed messages travel in them; those of bare ones, or of all, lie together for each peer and travel
     after all rounds.
 
     Attributes:
@@ -34,22 +50,29 @@ class ChecksumRows:
         landed: int64 ``[m, 2]``, as read back from this rank's storage.
         sent_rows: row in ``sent`` of each message.
         landed_rows: row in ``expected`` and ``landed`` of each message.
-        exchange: that of bare messages' checksums, after all rounds.
+        exchange: that of the checksums that travel by themselves, after all rounds.
     """
 
-    def __init__(self, messages: LocalMessages, group: Group, on: bool):
+    def __init__(self, messages: LocalMessages, group: Group, verify: str, *, all_apart: bool = False):
         """
         Args:
             messages: of this rank.
             group: of all ranks.
-            on: whether anything is ever checked.
+            verify: ``off``, ``sampled`` or ``full``.
+            all_apart: no checksum travels in its message.
         """
-        self._on = on
-        device = group.device
+        self._on, self._verify = verify != "off", verify
+        self._device = device = group.device
+        self._turns = messages.turns
+        self._apart: Callable[[LocalMessage], bool] = (
+            (lambda one: True) if all_apart else (lambda one: one.message.is_bare)
+        )
+        on = self._on
         own = [one for sent in messages.sends for one in sent if one.relay_of is None]
-        self.sent_rows = _rows(own, messages.outgoing)
+        self.sent_rows = self._rows(own, messages.outgoing)
         received = [one for held in messages.receives for one in held]
-        self.landed_rows = _rows(received, messages.incoming)
+        self.landed_rows = self._rows(received, messages.incoming)
+        self._received = [(one.message.payload_bytes, messages.turns[one]) for one in received]
         self._sent_tags = _tags(self.sent_rows, device)
         self._landed_tags = _tags(self.landed_rows, device)
         self.sent = torch.zeros(len(self.sent_rows), 2, dtype=torch.int64, device=device)
@@ -60,8 +83,8 @@ class ChecksumRows:
             self.expected.shape, dtype=torch.bool, pin_memory=device.type == "cuda"
         )
         self.exchange: Exchange = group.prepare(
-            _parcels(messages.outgoing, self.sent, self.sent_rows) if on else [],
-            _parcels(messages.incoming, self.expected, self.landed_rows) if on else [],
+            self._parcels(messages.outgoing, self.sent, self.sent_rows) if on else [],
+            self._parcels(messages.incoming, self.expected, self.landed_rows) if on else [],
         )
 
     def begin_sent(self, refit: int) -> None:
@@ -90,13 +113,61 @@ class ChecksumRows:
         messages = {row: one for one, row in self.landed_rows.items()}
         return [messages[row] for row in self._differs_on_host.any(dim=1).nonzero().flatten().tolist()]
 
+    def checks(
+        self,
+        segments: Iterable[tuple[LocalMessage, Segment]],
+        rows: Mapping[LocalMessage, int],
+        view: Callable[[LocalMessage, Segment], torch.Tensor],
+    ) -> list[Check]:
+        """What segments add to their messages' checksums, together where they are due in the same refits.
 
-def _rows(
-    messages: Sequence[LocalMessage], pairs: Mapping[int, Sequence[LocalMessage]]
-) -> dict[LocalMessage, int]:
-    ordered = [one for one in messages if not one.message.is_bare]
-    ordered += [one for peer in sorted(pairs) for one in pairs[peer] if one.message.is_bare]
-    return {one: row for row, one in enumerate(ordered)}
+        Args:
+            segments: of this rank, with their messages.
+            rows: ``sent_rows`` or ``landed_rows``.
+            view: where the device reads a segment.
+        """
+        if not self._on:
+            return []
+        due: dict[tuple[int, int], list[tuple[LocalMessage, Segment]]] = defaultdict(list)
+        for one, segment in segments:
+            due[self._turns[one] if self._verify == "sampled" else (0, 1)].append((one, segment))
+        return [
+            Check(
+                *turn,
+                make_checksums(
+                    [(view(one, segment), segment.offset) for one, segment in together],
+                    self._device,
+                    [rows[one] for one, _ in together],
+                ),
+            )
+            for turn, together in sorted(due.items(), key=lambda entry: entry[0])
+        ]
+
+    def verified_bytes(self, refit: int) -> int:
+        """Bytes of this rank's received messages that are compared in refit number ``refit``."""
+        if not self._on:
+            return 0
+        return sum(n for n, (turn, of) in self._received if self._verify == "full" or refit % of == turn)
+
+    def _rows(
+        self, messages: Sequence[LocalMessage], pairs: Mapping[int, Sequence[LocalMessage]]
+    ) -> dict[LocalMessage, int]:
+        ordered = [one for one in messages if not self._apart(one)]
+        ordered += [one for peer in sorted(pairs) for one in pairs[peer] if self._apart(one)]
+        return {one: row for row, one in enumerate(ordered)}
+
+    def _parcels(
+        self,
+        pairs: Mapping[int, Sequence[LocalMessage]],
+        sums: torch.Tensor,
+        rows: Mapping[LocalMessage, int],
+    ) -> list[PeerBuffer]:
+        parcels = []
+        for peer in sorted(pairs):
+            found = [rows[one] for one in pairs[peer] if self._apart(one)]
+            if found:
+                parcels.append(PeerBuffer(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
+        return parcels
 
 
 def _tags(rows: Mapping[LocalMessage, int], device: torch.device) -> torch.Tensor:
@@ -118,14 +189,3 @@ def _signed(value: int) -> int:
     """``value`` modulo 2^64 as the int64 with the same bits."""
     value %= _WORD
     return value - _WORD if value >= _WORD // 2 else value
-
-
-def _parcels(
-    pairs: Mapping[int, Sequence[LocalMessage]], sums: torch.Tensor, rows: Mapping[LocalMessage, int]
-) -> list[PeerBuffer]:
-    parcels = []
-    for peer in sorted(pairs):
-        found = [rows[one] for one in pairs[peer] if one.message.is_bare]
-        if found:
-            parcels.append(PeerBuffer(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
-    return parcels

@@ -18,8 +18,8 @@ import torch
 from ..layout import Box, Fragment, local_slice, volume
 from ..weights.manifest import TensorSpec
 
-# Boxes that one rank holds, by weight.
-_HeldBoxes = Mapping[str, Sequence[Box]]
+# Boxes that ranks hold or want, by weight and rank.
+_Boxes = Mapping[str, Mapping[int, Sequence[Box]]]
 
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 
@@ -52,19 +52,26 @@ class WholeTensor:
         return volume(tuple((0, n) for n in self.shape)) * self.dtype.itemsize
 
 
-def whole_tensors(
-    specs: Sequence[TensorSpec], sources: Mapping[int, _HeldBoxes], destinations: Mapping[int, _HeldBoxes]
-) -> list[WholeTensor]:
+def by_weight(ranks: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[str, dict[int, Sequence[Box]]]:
+    """What ranks hold or want, by weight and then by rank."""
+    found: dict[str, dict[int, Sequence[Box]]] = defaultdict(dict)
+    for rank, held in ranks.items():
+        for name, boxes in held.items():
+            found[name][rank] = boxes
+    return found
+
+
+def whole_tensors(specs: Sequence[TensorSpec], sources: _Boxes, destinations: _Boxes) -> list[WholeTensor]:
     """All weights that some destination wants, in the order of ``specs``, experts stacked.
 
     Args:
         specs: the weights.
-        sources: trainer rank → what it holds.
-        destinations: generation rank → what it wants.
+        sources: weight → trainer rank → what it holds.
+        destinations: weight → generation rank → what it wants.
     """
     rows: dict[tuple[object, ...], list[tuple[int, TensorSpec]]] = defaultdict(list)
     for spec in specs:
-        if not any(held.get(spec.name) for held in destinations.values()):
+        if not any(destinations.get(spec.name, {}).values()):
             continue
         match = _EXPERT.match(spec.name)
         if match is None:
@@ -72,6 +79,8 @@ def whole_tensors(
         else:
             rows[f"{match[1]}*{match[3]}", spec.shape, spec.dtype].append((int(match[2]), spec))
     found = []
+    # Layers are held alike, and then by one mapping.
+    known: dict[tuple[object, ...], dict[int, tuple[Box, ...]]] = {}
     for key, members in rows.items():
         first = members[0][1]
         stacked = _EXPERT.match(first.name) is not None
@@ -83,8 +92,8 @@ def whole_tensors(
                 shape=(len(names), *first.shape) if stacked else tuple(first.shape),
                 dtype=first.dtype,
                 stacked=stacked,
-                sources=_regions(names, stacked, sources),
-                destinations=_regions(names, stacked, destinations),
+                sources=_regions(names, stacked, sources, known),
+                destinations=_regions(names, stacked, destinations, known),
             )
         )
     return found
@@ -140,6 +149,10 @@ class RegionStorage:
                     self._live.append(fragment.view.unsqueeze(0) if tensor.stacked else fragment.view)
         self.view = self._as_one_view(tensor.stacked)
 
+    def parts(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Live storage, piece by piece, and where each piece lies in a tensor of the region's shape."""
+        return [(live, buffer[index]) for live, index in zip(self._live, self._index, strict=True)]
+
     def gather(self) -> torch.Tensor:
         """The region as one tensor: the live view, or a copy of its parts that is made now (stacked experts)."""
         if self.view is not None:
@@ -185,14 +198,21 @@ class RegionStorage:
 
 
 def _regions(
-    names: Sequence[str], stacked: bool, side: Mapping[int, _HeldBoxes]
+    names: Sequence[str],
+    stacked: bool,
+    side: _Boxes,
+    known: dict[tuple[object, ...], dict[int, tuple[Box, ...]]],
 ) -> dict[int, tuple[Box, ...]]:
-    regions: dict[int, tuple[Box, ...]] = {}
-    for rank, held in side.items():
-        boxes: list[Box] = []
-        for position, name in enumerate(names):
-            for box in held.get(name, ()):
-                boxes.append(((position, position + 1), *box) if stacked else box)
-        if boxes:
-            regions[rank] = merged(boxes)
-    return regions
+    """Rank → regions; one and the same mapping for tensors that are held by the same ones."""
+    key = stacked, *(id(side.get(name)) for name in names)
+    if key not in known:
+        known[key] = _merged_regions(names, stacked, side)
+    return known[key]
+
+
+def _merged_regions(names: Sequence[str], stacked: bool, side: _Boxes) -> dict[int, tuple[Box, ...]]:
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for position, name in enumerate(names):
+        for rank, held in side.get(name, {}).items():
+            boxes[rank] += [((position, position + 1), *box) if stacked else box for box in held]
+    return {rank: merged(held) for rank, held in boxes.items() if held}

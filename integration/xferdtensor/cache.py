@@ -19,10 +19,13 @@ from ..packing import make_copy
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
 from ..transport import GoldenTransport, P2PTransport, TransferResult
+from ..transport.m2n import Communicators, M2nTransport, ReshardPlan, new_ids
 from .reshard import NAME, LocalPart, RankPart, Reshard, Side
 
 # Transfers that are kept for each process group and set of ranks; an older layout is agreed upon and compiled anew.
 KEPT = 256
+# Of a communicator's id (NCCL_UNIQUE_ID_BYTES).
+_ID_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Compiled:
     digest: str
     part: RankPart
     clock: StageClock
-    transport: P2PTransport | None = None
+    transport: P2PTransport | None = None  # or the one by nccl.m2n, which has its rounds
     agreed: bool = False
     turn: int = 0
 
@@ -83,6 +86,7 @@ class Transfers:
 
     def __init__(self, group: TorchGroup):
         self.group = group
+        self._communicators: Communicators | None = None
         self._compiled: dict[frozenset[int], OrderedDict[Request, Compiled]] = {}
 
     @staticmethod
@@ -138,13 +142,23 @@ class Transfers:
             golden.bind(fragments)
             self.group.connect_broadcast(0)
             return golden.run(compiled.clock)
-        return self._exchange(compiled, part.plan, request.verify, fragments)
+        return self._exchange(compiled, part.plan, request.verify, request.bucket_bytes, fragments)
 
     def _exchange(
-        self, compiled: Compiled, plan: Plan, verify: str, fragments: Sequence[Fragment]
+        self,
+        compiled: Compiled,
+        plan: Plan,
+        verify: str,
+        bucket_bytes: int,
+        fragments: Sequence[Fragment],
     ) -> TransferResult:
         if compiled.transport is None:
-            compiled.transport = P2PTransport(self.group, self.group.rank, plan, verify, compiled.turn)
+            group, turn = self.group, compiled.turn
+            compiled.transport = (
+                M2nTransport(group, self._open_m2n(bucket_bytes), group.rank, plan, verify, turn)
+                if isinstance(plan, ReshardPlan)
+                else P2PTransport(group, group.rank, plan, verify, turn)
+            )
         compiled.transport.bind(fragments)
         # Nothing is passed on here, so peers have nothing to tell.
         compiled.transport.connect([{"turns": {}}] * self.group.size)
@@ -167,8 +181,31 @@ class Transfers:
             request.source, request.destination, request.full_shape, request.dtype, request.bucket_bytes
         )
         rank = self.group.rank
-        part = reshard.golden_part(rank) if request.transport == "golden" else reshard.part(rank)
-        return Compiled(reshard.digest, part, StageClock(self.group.device))
+        parts = {"golden": reshard.golden_part, "m2n": reshard.m2n_part}
+        part = parts.get(request.transport, reshard.part)(rank)
+        digest = reshard.digest + (part.plan.carried.digest if isinstance(part.plan, ReshardPlan) else "")
+        return Compiled(digest, part, StageClock(self.group.device))
+
+    def _open_m2n(self, bucket_bytes: int) -> Communicators:
+        """The group's communicator of ``nccl.m2n``, made at its first use."""
+        if self._communicators is None:
+            group = self.group
+            row = torch.zeros(_ID_BYTES, dtype=torch.uint8, device=group.device)
+            if group.rank == 0:
+                row.copy_(torch.frombuffer(bytearray(new_ids(1)[0]), dtype=torch.uint8))
+            group.connect_broadcast(0)
+            group.broadcast(row, 0, "connect")
+            self._communicators = Communicators(
+                [bytes(row.tolist())],
+                group.rank,
+                group.size,
+                False,
+                group.device,
+                bucket_bytes,
+                group.timeout_s,
+                group.check_peers,
+            )
+        return self._communicators
 
 
 _lock = threading.Lock()

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from ..comm.group import Group, PeerBuffer
 from ..config import require_equal_settings
 from ..control.decoding import decode
-from ..errors import RefitMismatch
+from ..errors import RefitMismatch, TransportUnavailable
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
 from ..transport import TransferResult
+from ..transport.m2n import unavailable
 from ..weights.manifest import dtype_name
 from .cache import Request, Transfers
 from .reshard import Side, full_shape
@@ -27,10 +28,12 @@ from .reshard import Side, full_shape
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_TRANSPORTS = ("p2p", "golden")
+_TRANSPORTS = ("p2p", "m2n", "golden")
 # No multiple of 16 bytes, so that what ranks tell each other never has a message's size.
 _RECORD_BYTES = 2040
 _STAGE = "agreement"
+# Of what a rank says that it lacks.
+_LACKS_CHARACTERS = 400
 # Of the number from which a layout's sampled checks count: far more than any pair has messages.
 _TURN_BITS = 48
 
@@ -53,11 +56,13 @@ class _Arguments:
         settings: the same on all.
         shapes: of the local tensors, by ``src`` and ``dst``.
         turn: where the rank would have sampled checks begin; the first rank's counts.
+        lacks: what it lacks for the transport.
     """
 
     settings: Mapping[str, object]
     shapes: dict[str, tuple[int, ...]]
     turn: int
+    lacks: str = ""
 
     def __post_init__(self) -> None:
         if self.turn < 0:
@@ -101,7 +106,10 @@ def xferdtensor(
         stream: CUDA stream on which ``src`` is ready, and on which ``dst`` may be used after the call; None for
             the current one. The call returns when the exchange has ended.
         shape: of the full tensor, given on all ranks or on none.
-        transport: ``p2p``, or ``golden`` (every part is broadcast to all ranks of the group: slow, the oracle).
+        transport: ``p2p``; ``m2n``, by which NVIDIA's ``nccl.m2n`` moves what even meshes of ranks in a row express, and ``p2p``
+            the rest; or ``golden`` (every part is broadcast to all ranks of the group: slow, the oracle). For ``m2n`` and ``golden``
+            the meshes hold all ranks of the group. What ``m2n`` opens for a group, with memory of ``bucket_bytes``, stays open until
+            the process ends.
         bucket_bytes: staging memory for each of at most two buckets a direction.
         verify: ``off``, ``sampled`` (one message of each pair of ranks a call, another one each time) or ``full``: checksums
             of sent and landed bytes.
@@ -113,6 +121,7 @@ def xferdtensor(
     Raises:
         ValueError: arguments that are wrong on their own. Other ranks then wait until their timeout.
         RefitMismatch: the ranks were called differently; on all of them, before anything is written.
+        TransportUnavailable: a rank can't use ``nccl.m2n``, and why; on all of them, before anything is written.
         PlanError: ``bucket_bytes`` is too small for one element from every peer.
         RefitTimeout, PeerLost, VerificationError: ``dst`` may be written in part then.
     """
@@ -150,7 +159,7 @@ def xferdtensor(
 def _check_options(transport: str, verify: str) -> None:
     if transport not in _TRANSPORTS:
         raise ValueError(
-            f"xferdtensor has no transport {transport!r}; use p2p or golden. (ipc and m2n need storage that is told "
+            f"xferdtensor has no transport {transport!r}; use p2p, m2n or golden. (ipc needs storage that is told "
             "to the peers once for many transfers: a refit session does that.)"
         )
     if verify not in ("off", "sampled", "full"):
@@ -214,9 +223,9 @@ def _group_mesh(name: str, mesh: Any, process_group: dist.ProcessGroup | Group) 
 def _check_members(members: Sequence[int], size: int, transport: str) -> None:
     if members[-1] >= size:
         raise ValueError(f"mesh rank {members[-1]} is not in the process group of {size} ranks")
-    if transport == "golden" and len(members) != size:
+    if transport in ("golden", "m2n") and len(members) != size:
         raise ValueError(
-            f"golden broadcasts to all {size} ranks of the process group, but ranks "
+            f"{transport} takes all {size} ranks of the process group, but ranks "
             f"{sorted(set(range(size)) - set(members))} are in neither mesh; use p2p, or a group of the meshes' ranks"
         )
 
@@ -290,7 +299,8 @@ def _agree(
         "timeout_s": group.timeout_s,
     }
     local = {end.name: tuple(end.local.shape) for end in (source, destination) if end.local is not None}
-    own = _Arguments(settings, local, secrets.randbits(_TURN_BITS))
+    lacks = unavailable(group.device)[:_LACKS_CHARACTERS] if request.transport == "m2n" else ""
+    own = _Arguments(settings, local, secrets.randbits(_TURN_BITS), lacks)
     told = [
         _read(_Arguments, raw, rank)
         for rank, raw in zip(members, gather(group, members, asdict(own)), strict=True)
@@ -303,6 +313,14 @@ def _agree(
         stage=_STAGE,
         rank=group.rank,
     )
+    for rank, theirs in zip(members, told, strict=True):
+        if theirs.lacks:
+            raise TransportUnavailable(
+                f"transport is m2n, and rank {rank} can't use it: {theirs.lacks}. Or give p2p; nothing was written",
+                stage=_STAGE,
+                rank=group.rank,
+                blamed=rank,
+            )
     by_rank = dict(zip(members, told, strict=True))
     end = source
     try:

@@ -13,6 +13,7 @@ import torch
 from ..errors import PlanError
 from ..layout import Box, Mesh, Placement, boxes_of, intersect, local_slice, subtract
 from ..plan import Analysis, BroadcastPlan, Message, Plan, analyse, plan_broadcast
+from ..transport.m2n import Carried, ReshardPlan, carry
 from ..weights.holdings import HoldingGroup, Holdings
 from ..weights.manifest import TensorSpec
 
@@ -125,6 +126,21 @@ class Reshard:
             tuple(self._missing.get(rank, ())),
             self._copied(rank),
         )
+
+    def m2n_part(self, rank: int) -> RankPart:
+        """What ``rank`` does where ``nccl.m2n`` moves the tensor, if its meshes express it."""
+        part = self.part(rank)
+        return replace(part, plan=ReshardPlan.of(self._own_plan(rank), self.carried))
+
+    @property
+    def carried(self) -> Carried:
+        """The tensor, if ``nccl.m2n`` can carry it."""
+        held, wanted = (
+            {rank: [part.box for part in parts] for rank, parts in side.items() if parts}
+            for side in (self._held, self._missing)
+        )
+        spec = TensorSpec(NAME, self.shape, self._dtype)
+        return carry([spec], {NAME: held}, {NAME: wanted}, {}, self._bucket_bytes)
 
     def golden_part(self, rank: int) -> RankPart:
         """What ``rank`` does when every held box is broadcast to all ranks of the process group."""

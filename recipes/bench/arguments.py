@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         action="append",
         metavar="NAMES",
-        help="auto (default), ipc, pull, p2p, golden, and with --colocated buckets (of the engine "
+        help="auto (default), ipc, pull, p2p, m2n, golden, and with --colocated buckets (of the engine "
         "colocated_ipc); repeat or set apart by commas",
     )
     add(
         "--peers",
         action="append",
         metavar="NAMES",
-        help="other ways to move the same weights: broadcast, per-tensor, vllm, m2n (default: all, and none with "
+        help="other ways to move the same weights: broadcast, per-tensor, vllm (default: all, and none with "
         "--colocated); with --live broadcast (Bridge's export over rlrefit's packed broadcast), and vllm or sglang (the same "
         "export over the engine's own transfer); or none; set apart by commas",
     )

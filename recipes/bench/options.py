@@ -132,7 +132,7 @@ class RunOptions(ABC):
             found += [
                 f"--transport: {name} needs GPUs; with --device cpu give {', '.join(names)} or {last}"
                 for name in self.transports
-                if name in ONE_SIDED
+                if name in (*ONE_SIDED, "m2n")
             ]
         return found
 
@@ -167,7 +167,7 @@ def names_of(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for value in values for name in value.split(",") if name))
 
 
-PEERS = ("broadcast", "per-tensor", "vllm", "m2n")
+PEERS = ("broadcast", "per-tensor", "vllm")
 # Not a transport of ``policy.refit``: ``p2p`` of the engine ``colocated_ipc``.
 BUCKETS = "buckets"
 

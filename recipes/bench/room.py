@@ -103,7 +103,12 @@ def _device(ranks: BenchRanks) -> str:
 def _working(options: BenchOptions, weights: int) -> int:
     working = min(_CHECKS, _CHECKS_OF_WEIGHTS * weights) if options.check else 0
     staged = [options.refit_config(name) for name in options.transports if name not in ("auto", *ONE_SIDED)]
-    staging = max((2 * config.streams * config.bucket_bytes for config in staged), default=0)
+    # Beside those of p2p, nccl.m2n has a bucket of its own for each stream, and the transport another.
+    buckets = {"m2n": 4}
+    staging = max(
+        (buckets.get(config.transport, 2) * config.streams * config.bucket_bytes for config in staged),
+        default=0,
+    )
     return working + min(staging, _STAGING_OF_WEIGHTS * weights)
 
 

@@ -97,11 +97,11 @@ def test_one_device_is_enough_and_a_model_that_does_not_fit_twice_is_refused_wit
 
 def test_all_that_shared_gpus_rule_out_is_told_at_once(model, capsys):
     layouts = ("--model", model, "--train", "ep=2", "--gen", "tp=1")
-    peers = ("--peers", "broadcast,m2n", "--refits", 0, "--transport", "pull", "--sleep", "--leave")
+    peers = ("--peers", "broadcast,per-tensor", "--refits", 0, "--transport", "pull", "--sleep", "--leave")
     assert bench(*layouts, *peers) == 2
     told = dict(line.split(": ", 1) for line in capsys.readouterr().err.splitlines())
     assert told["--colocated"].startswith("2 trainer and 1 engine ranks can't share GPUs one to one")
-    assert told["--peers"].startswith("broadcast, m2n can't run with --colocated")
+    assert told["--peers"].startswith("broadcast, per-tensor can't run with --colocated")
     assert told["--transport"].startswith("pull needs GPUs")
     assert told["--transport"].endswith("give auto, p2p, golden or buckets")
     assert told.keys() == {"--colocated", "--peers", "--refits", "--transport", "--sleep", "--leave"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Fragment, box_of, intersect, volume
 from rlrefit.integration.transport.m2n import MeshSide, mesh_transfer
-from rlrefit.integration.transport.whole_tensors import RegionStorage, merged, whole_tensors
+from rlrefit.integration.transport.whole_tensors import RegionStorage, by_weight, merged, whole_tensors
 from rlrefit.integration.weights.manifest import TensorSpec
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 10
@@ -44,10 +44,14 @@ def column_parallel(specs, ranks, first=0):
     }
 
 
+def tensors_of(specs, held, wanted):
+    return whole_tensors(specs, by_weight(held), by_weight(wanted))
+
+
 def test_experts_of_a_layer_stack_and_other_weights_stand_alone():
     specs = [TensorSpec("norm", (COLUMNS,), torch.bfloat16), *experts(2)]
     held = {0: {s.name: [box_of(s.shape)] for s in specs}}
-    tensors = whole_tensors(specs, held, {1: held[0]})
+    tensors = tensors_of(specs, held, {1: held[0]})
     assert [t.label for t in tensors] == [
         "norm",
         *(f"layers.{i}.mlp.experts.*.{p}.weight" for i in (0, 1) for p in ("gate_proj", "down_proj")),
@@ -57,7 +61,7 @@ def test_experts_of_a_layer_stack_and_other_weights_stand_alone():
     assert tensors[1].sources == {0: (((0, EXPERTS), (0, ROWS), (0, COLUMNS)),)}
     assert sum(t.nbytes for t in tensors) == sum(s.nbytes for s in specs)
     wanted = {1: {"norm": held[0]["norm"]}}  # and no other
-    assert [t.label for t in whole_tensors(specs, held, wanted)] == ["norm"]
+    assert [t.label for t in tensors_of(specs, held, wanted)] == ["norm"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
@@ -82,7 +86,7 @@ def test_separate_experts_are_stacked_and_a_fused_parameter_is_one_strided_view(
     specs = [s for s in experts() if "gate" in s.name]
     held = expert_parallel(specs, 2)
     wanted = column_parallel(specs, 2, 2)
-    (tensor,) = whole_tensors(specs, held, wanted)
+    (tensor,) = tensors_of(specs, held, wanted)
     values = torch.arange(EXPERTS * ROWS * COLUMNS).view(EXPERTS, ROWS, COLUMNS).to(torch.int32)
     separate = fragments_of(held[1], lambda name, box: values[int(name.split(".")[4])].clone())
     source = RegionStorage(tensor, tensor.sources[1][0], separate)
@@ -105,7 +109,7 @@ def test_separate_experts_are_stacked_and_a_fused_parameter_is_one_strided_view(
 def test_a_weight_in_interleaved_pieces_is_gathered_and_scattered():
     spec = TensorSpec("q", (8, 3), torch.int32)
     boxes = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
-    (tensor,) = whole_tensors([spec], {0: {"q": boxes}}, {1: {"q": boxes}})
+    (tensor,) = tensors_of([spec], {0: {"q": boxes}}, {1: {"q": boxes}})
     assert tensor.sources == {0: (((0, 4), (0, 3)),)}
     fused = torch.arange(24, dtype=torch.int32).view(8, 3)
     pieces = {"q": [Fragment("q", (8, 3), boxes[0], fused[0:2]), Fragment("q", (8, 3), boxes[1], fused[4:6])]}
@@ -118,7 +122,7 @@ def test_a_weight_in_interleaved_pieces_is_gathered_and_scattered():
 
 def transfer_of(shape, sources, destinations):
     spec = TensorSpec("w", shape, torch.bfloat16)
-    (tensor,) = whole_tensors(
+    (tensor,) = tensors_of(
         [spec],
         {r: {"w": boxes} for r, boxes in sources.items()},
         {r: {"w": boxes} for r, boxes in destinations.items()},

@@ -241,16 +241,14 @@ def test_every_rule_names_a_key_of_the_schema() -> None:
     assert CHOICES["algorithm.aggregation"] == AGGREGATIONS
 
 
-def test_the_refit_configurations_own_violations_are_told_and_a_transport_that_carries_refits_is_taken(
+def test_the_refit_configurations_own_violations_are_told_and_every_transport_is_taken(
     violations,
 ) -> None:
-    transport, verify = violations("policy.refit.verify=always", "policy.refit.transport=m2n")
+    transport, verify = violations("policy.refit.verify=always", "policy.refit.transport=m3n")
     assert verify.startswith("policy.refit.verify: ")
     assert verify.endswith("[override 'policy.refit.verify=always']")
-    assert transport.startswith(
-        "policy.refit.transport: m2n carries no refits; give auto, ipc, pull, p2p or golden"
-    )
-    for offered in ("auto", "ipc", "pull", "p2p", "golden"):
+    assert transport.startswith("policy.refit.transport: 'm3n' is not one of auto, ")
+    for offered in ("auto", "ipc", "pull", "p2p", "m2n", "golden"):
         assert violations(f"policy.refit.transport={offered}") == ()
 
 

@@ -44,10 +44,10 @@ QUANTIZED = (COLUMN, ROW, RAGGED, CUT)
 class QuantizedDestination(SyntheticDestination):
     """An engine rank that stores some weights as codes and scales."""
 
-    def __init__(self, formats: dict[str, Format], layout: Layout):
+    def __init__(self, formats: dict[str, Format], layout: Layout, device: str = "cpu"):
         self._formats = formats
         wire = [w for s in SPECS for w in (wire_specs(s, formats[s.name]) if s.name in formats else [s])]
-        super().__init__(wire, layout)
+        super().__init__(wire, layout, device)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         assert list(specs) == SPECS
@@ -74,7 +74,7 @@ class QuantizedDestination(SyntheticDestination):
         return [
             f"{name} {box}"
             for (name, box), held in self._wanted.items()
-            if not torch.equal(_raw(held), _raw(parts[name, box]))
+            if not torch.equal(_raw(held.cpu()), _raw(parts[name, box]))
         ]
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from .base import Peer
 from .broadcast import PackedBroadcastPeer
-from .m2n import M2nPeer
 from .per_tensor import PerTensorPeer
 from .vllm_engine import VllmPeer
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (PackedBroadcastPeer, PerTensorPeer, VllmPeer, M2nPeer)
-}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (PackedBroadcastPeer, PerTensorPeer, VllmPeer)}
 
 __all__ = ["PEERS", "Peer"]

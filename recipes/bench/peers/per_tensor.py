@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ....integration.layout import Box, intersect, local_slice
-from ....integration.transport.whole_tensors import RegionStorage, WholeTensor, whole_tensors
+from ....integration.transport.whole_tensors import RegionStorage, WholeTensor, by_weight, whole_tensors
 from ..scene import Scene
 from .base import Peer, not_quantizing
 
@@ -63,7 +63,7 @@ class PerTensorPeer(Peer):
     def __init__(self, scene: Scene):
         self._rank = scene.ranks.rank
         self._device = scene.ranks.device
-        tensors = whole_tensors(scene.wanted_specs, scene.held, scene.wanted)
+        tensors = whole_tensors(scene.wanted_specs, by_weight(scene.held), by_weight(scene.wanted))
         replicas = {
             group.members for tensor in tensors for group in _destinations(tensor) if len(group.members) > 1
         }

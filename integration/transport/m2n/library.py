@@ -1,0 +1,275 @@
+"""NVIDIA's ``nccl.m2n`` (package ``nccl-extensions``) in this process: whether it can be used, and its communicators.
+
+What its sources (0.2.0, August 2026) say, and this module goes by:
+
+- A reshard packs into memory of the library, waits there for the other ranks on the GPU, and unpacks. That memory is as large
+  as ``NCCL_RESHARD_PACK_BUFFSIZES`` says, 2 GiB for each communicator without it.
+- Between the GPUs of one host a reshard is copies by copy engines and waits of streams (``reshardCopyPackLsaHput``). Reshards that
+  are joined in a group (``reshardCopyPackGroupNormalized``) go by a kernel, which needs GIN, and so a network card for RDMA,
+  even there.
+- Nothing ends a reshard whose peer has gone: its kernel and its stream's waits do not look at the flag that
+  ``ncclCommAbort`` sets (``outDevComm->abortFlag`` is set for NCCL's own kernels alone). The process has to end.
+- What it keeps of a communicator is freed with the last handle of the process, and has to be before the communicator is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...comm.waiting import done_within, guarded
+from ...errors import RefitError, RefitTimeout
+
+logger = logging.getLogger(__name__)
+
+# Oldest NCCL that nccl.m2n 0.1.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
+_OLDEST_NCCL = (2, 30, 5)
+# The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made.
+_PACK_BUFFERS = "NCCL_RESHARD_PACK_BUFFSIZES"
+# Seconds that giving the library's memory and communicators back may take.
+_CLOSE_WITHIN = 30.0
+# Seconds for which a call of the library is waited for after its refit has failed.
+_RETURN_WITHIN = 5.0
+_LOST = (
+    "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it, and nothing "
+    "but the end of the process ends it; restart this process"
+)
+
+
+@dataclass
+class _Process:
+    """What the library shares in a process.
+
+    Attributes:
+        handle: while communicators are open.
+        users: how many :class:`Communicators` there are.
+        pack_bytes: of a lane's memory for packing, as the handle was made.
+        closed: communicators that are freed with the handle.
+        lost: why the library can't be used any more; empty if it can.
+    """
+
+    handle: Any = None
+    users: int = 0
+    pack_bytes: int = 0
+    closed: list[Callable[[], object]] = field(default_factory=list)
+    lost: str = ""
+
+
+_process = _Process()
+_lock = threading.Lock()
+
+
+def unavailable(device: torch.device) -> str:
+    """Why ``nccl.m2n`` can't run in this process; empty if it can."""
+    if device.type != "cuda":
+        return "nccl.m2n needs GPUs"
+    if _process.lost:
+        return _process.lost
+    try:
+        importlib.import_module("nccl.m2n")
+        core = importlib.import_module("nccl.core")
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"nccl.m2n can't be imported ({error}); pip install 'nccl-extensions[cu13]'"
+    loaded = core.get_version().libnccl
+    if loaded is None:
+        return "nccl.m2n found no libnccl"
+    if tuple(loaded.version.release) < _OLDEST_NCCL:
+        return (
+            f"nccl.m2n needs NCCL {'.'.join(map(str, _OLDEST_NCCL))} or newer, and {loaded.version} is loaded; "
+            "preload a newer libnccl.so.2 with LD_PRELOAD"
+        )
+    if os.environ.get("NCCL_CUMEM_ENABLE") != "1":
+        return "nccl.m2n needs NCCL's cuMem allocator; start all ranks with NCCL_CUMEM_ENABLE=1"
+    if _PACK_BUFFERS in os.environ:
+        return f"{_PACK_BUFFERS} is set, and policy.refit.bucket_mb is what sizes that memory; unset it on all ranks"
+    return ""
+
+
+def new_ids(count: int) -> list[bytes]:
+    """Of communicators; one rank makes them and tells the others."""
+    core: Any = importlib.import_module("nccl.core")
+    return [bytes(core.get_unique_id()) for _ in range(count)]
+
+
+class Communicators:
+    """The library's communicators of one epoch, one for each lane. All ranks make and close them at the same time.
+
+    Args:
+        ids: of each lane, the same on all ranks.
+        rank: of this process in them.
+        size: of them.
+        joins: whether reshards are joined in groups, which needs GIN on all ranks.
+        device: a CUDA device.
+        pack_bytes: of a lane's memory for packing.
+        timeout_s: seconds that opening may take.
+        watch: called with the stage twice a second meanwhile; raises if another rank has given up.
+
+    Attributes:
+        m2n: the module.
+        lanes: how many there are.
+        pack_bytes: of all lanes' memory for packing.
+
+    Raises:
+        RefitError: they can't be made; says why.
+        RefitTimeout: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[bytes],
+        rank: int,
+        size: int,
+        joins: bool,
+        device: torch.device,
+        pack_bytes: int,
+        timeout_s: float,
+        watch: Callable[[str], object],
+    ):
+        self.m2n: Any = importlib.import_module("nccl.m2n")
+        self._core: Any = importlib.import_module("nccl.core")
+        self.lanes, self.pack_bytes = len(ids), len(ids) * pack_bytes
+        self._rank, self._size, self._joins, self._device = rank, size, joins, device
+        self._timeout_s, self._watch = timeout_s, watch
+        self._comms: list[Any] = []
+        with _lock:
+            _process.users += 1
+        try:
+            self.in_time(partial(self._open, ids, pack_bytes), "connect")
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def reshard(self, lane: int, pairs: Sequence[tuple[Any, Any]], stream: int) -> None:
+        """Enqueue reshards on a CUDA stream.
+
+        Args:
+            lane: whose communicator carries them; a lane's are submitted in the same order on all ranks.
+            pairs: descriptors of source and destination.
+            stream: its handle.
+        """
+        comm = self._comms[lane]
+        with self._explained("transfer"), self.m2n.group() if self._joins else nullcontext():
+            for source, destination in pairs:
+                _process.handle.reshard(comm, source, destination, stream=stream)
+
+    def in_time[T](self, call: Callable[[], T], stage: str, stop: threading.Event | None = None) -> T:
+        """Make calls of the library, any of which may block for ever, within the limit of time.
+
+        Args:
+            call: makes them.
+            stage: of errors.
+            stop: is set if the time is up or another rank has given up; ``call`` then returns before its next one.
+
+        Raises:
+            RefitTimeout: they did not return.
+            RefitError: what they raise, or another rank gave up. Where they have not returned by then, the library is lost to this
+                process.
+        """
+        returned = threading.Event()
+
+        def run() -> T:
+            try:
+                with torch.cuda.device(self._device):
+                    return call()
+            finally:
+                returned.set()
+
+        def late() -> RefitTimeout:
+            return RefitTimeout(
+                f"nccl.m2n did not return within {self._timeout_s:.0f} s; a peer is late, stuck or gone",
+                stage=stage,
+                rank=self._rank,
+            )
+
+        try:
+            return guarded(run, self._timeout_s, stage, self._watch, late)
+        except BaseException:
+            if stop is not None:
+                stop.set()
+            if not returned.wait(_RETURN_WITHIN):
+                # Its lock, which all its calls take, is held by a call that may never return.
+                lose()
+            raise
+
+    def close(self, *, failed: bool) -> None:
+        """Give the communicators up, once all that was enqueued has ended; safe to call twice. ``failed``: peers may be gone."""
+        comms, self._comms = self._comms, []
+        with _lock:
+            if self._core is None:
+                return
+            self._core = None
+            _process.users -= 1
+            _process.closed += [comm.abort if failed else comm.destroy for comm in comms]
+            if _process.lost or _process.users:
+                return
+            handle, _process.handle = _process.handle, None
+            closing = [] if handle is None else [handle.destroy]
+            closing += _process.closed
+            _process.closed = []
+            with torch.cuda.device(self._device):
+                wrong = done_within([partial(self._on_device, call) for call in closing], _CLOSE_WITHIN)
+        if wrong:
+            logger.warning("rank %d could not close nccl.m2n: %s", self._rank, wrong)
+            lose()
+
+    def _on_device(self, call: Callable[[], object]) -> None:
+        with torch.cuda.device(self._device):
+            call()
+
+    def _open(self, ids: Sequence[bytes], pack_bytes: int) -> None:
+        with self._explained("connect"):
+            for raw in ids:
+                unique = self._core.UniqueId.from_bytes(raw)
+                self._comms.append(self._core.Communicator.init(self._size, self._rank, unique))
+            with _lock:
+                if _process.handle is None:
+                    with _pack_buffers(f"{pack_bytes}:{len(ids)}"):
+                        _process.handle = self.m2n.Handle.create()
+                    _process.pack_bytes = pack_bytes
+            if _process.pack_bytes < pack_bytes:
+                raise RefitError(
+                    f"buckets of {_process.pack_bytes} bytes serve all that uses nccl.m2n in this process, since the first of it "
+                    f"asked for them, and {pack_bytes} are asked for now; give all the same policy.refit.bucket_mb",
+                    stage="connect",
+                    rank=self._rank,
+                )
+
+    @contextmanager
+    def _explained(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except RefitError:
+            raise
+        except Exception as error:
+            raise RefitError(
+                f"nccl.m2n refuses: {type(error).__name__}: {error}. Use policy.refit.transport p2p, or run with NCCL_DEBUG=WARN and "
+                "NCCL_RESHARD_LOG_LEVEL=WARN to see its reason",
+                stage=stage,
+                rank=self._rank,
+            ) from error
+
+
+def lose() -> None:
+    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end."""
+    if not _process.lost:
+        _process.lost = _LOST
+        logger.error("%s", _LOST)
+
+
+@contextmanager
+def _pack_buffers(value: str) -> Iterator[None]:
+    """Size the library's memory: it takes that from the environment alone."""
+    os.environ[_PACK_BUFFERS] = value
+    try:
+        yield
+    finally:
+        del os.environ[_PACK_BUFFERS]
