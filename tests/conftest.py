@@ -14,6 +14,8 @@ from tests import vllm_cpu
 from tests.ahead import FoundAhead
 from tests.limits import Limits
 
+# Until all modules are there: what they make as they load stays.
+gc.disable()
 # Read as torch and Ray load, here and in what tests start.
 os.environ.update(
     {
@@ -61,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """All modules are there for good: a million objects that the collector need not walk through again and again."""
     gc.freeze()
+    gc.enable()
 
 
 def _is_done_ahead(item: pytest.Item) -> bool:

@@ -50,3 +50,4 @@ for _module in (
     import_module(f"rlrefit.{_module}")
 # What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
 gc.freeze()
+gc.enable()

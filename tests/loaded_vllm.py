@@ -44,5 +44,6 @@ _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
 # have a watch of their own.
 patches._watching.set()
-# As in tests.loaded_megatron, but for what changes vLLM as it is loaded (the worker extension).
+# As in tests.loaded_megatron.
 gc.freeze()
+gc.enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -9,6 +11,23 @@ TILE_K, TILE_N = 16, 64
 _OFFSETS = (0, 1, 8, 9)
 # Values of a thread in the order in which they stand in its words.
 _PACK = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}
+
+
+@cache
+def _places(num_bits: int) -> np.ndarray:
+    """Of each word of a tile, by thread and warp, where its codes are in the tile: [words, codes]."""
+    in_word = 32 // num_bits
+    of_thread = 8 // in_word
+    places = np.empty((128 * of_thread, in_word), dtype=np.intp)
+    for thread in range(32):
+        for warp in range(4):
+            n = warp * 16 + thread // 4
+            rows = [thread % 4 * 2 + offset for offset in _OFFSETS]
+            values = [k * TILE_N + n for k in rows] + [k * TILE_N + n + 8 for k in rows]
+            for part in range(of_thread):
+                order = _PACK[num_bits][part * in_word : (part + 1) * in_word]
+                places[(thread * 4 + warp) * of_thread + part] = [values[at] for at in order]
+    return places
 
 
 def gptq_marlin_repack(
@@ -31,19 +50,9 @@ def gptq_marlin_repack(
     codes = ((words[:, None, :] >> shifts[None, :, None]) & np.uint32((1 << num_bits) - 1)).reshape(
         size_k, size_n
     )
-    of_thread = 8 // in_word
-    out = np.empty((size_k // TILE_K, size_n // TILE_N, 128 * of_thread), dtype=np.uint32)
-    for thread in range(32):
-        for warp in range(4):
-            n = warp * 16 + thread // 4
-            rows = [thread % 4 * 2 + offset for offset in _OFFSETS]
-            tiles = codes.reshape(size_k // TILE_K, TILE_K, size_n // TILE_N, TILE_N)
-            values = [tiles[:, k, :, n] for k in rows] + [tiles[:, k, :, n + 8] for k in rows]
-            for part in range(of_thread):
-                word = np.zeros_like(out[:, :, 0])
-                for i, at in enumerate(_PACK[num_bits][part * in_word : (part + 1) * in_word]):
-                    word |= values[at] << np.uint32(num_bits * i)
-                out[:, :, (thread * 4 + warp) * of_thread + part] = word
+    tiles = codes.reshape(size_k // TILE_K, TILE_K, size_n // TILE_N, TILE_N).swapaxes(1, 2)
+    of_words = tiles.reshape(*tiles.shape[:2], TILE_K * TILE_N)[:, :, _places(num_bits)]
+    out = np.bitwise_or.reduce(of_words << shifts, axis=-1)
     return torch.from_numpy(out.reshape(size_k // TILE_K, size_n * num_bits // 2).view(np.int32))
 
 

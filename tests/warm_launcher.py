@@ -95,9 +95,11 @@ def serve(listener: socket.socket, goes_on: Connection, loaded: Sequence[str]) -
 
 
 def _serve_workers(listener: socket.socket) -> None:
+    gc.disable()
     for name in _program[1]:
         import_module(name)
     gc.freeze()  # as in tests.loaded_megatron
+    gc.enable()
     _fork(listener)
 
 

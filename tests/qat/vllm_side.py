@@ -50,6 +50,7 @@ def _loaded(path: str, rank: int, ranks: int) -> tuple[torch.nn.Module, Any]:
 def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
     """Load A, refit to B and back, compute with the layers of what vLLM itself loads from B; load experts."""
     _make_workspaces()
+    _pack_plain_weights()
     live, config = _loaded(path_a, RANK, RANKS)  # which adds the folder of these two modules to the path
     from vllm.config import set_current_vllm_config
     from vllm_checkpoints import manifest_of, read_checkpoint
@@ -101,6 +102,14 @@ def _make_workspaces() -> None:
         layer.workspace = torch.zeros(4, dtype=torch.int)
 
     EmulationNvFp4LinearKernel.process_weights_after_loading = process
+
+
+def _pack_plain_weights() -> None:
+    """Have vLLM compute with a packed copy of a plain weight on every CPU; oneDNN packs BF16 on some alone."""
+    from vllm import _custom_ops
+
+    _custom_ops.create_onednn_mm = lambda weight, cache_size: weight.clone()
+    _custom_ops.onednn_mm = lambda packed, x, bias: torch.nn.functional.linear(x, packed.t(), bias)
 
 
 def _workspaces(model: torch.nn.Module) -> dict[str, int]:

@@ -45,6 +45,16 @@ class Case:
 
 
 PADDED, WHOLE = (96, 160), (256, 256)
+# GPT-OSS's own are 131,072, whose table each of the many models here would make, and each comparison read.
+PLACES = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 150000.0,
+}
 CASES = {
     "as loaded": Case("NONE", PADDED),
     "as loaded, last of two": Case("NONE", PADDED, 1, 2),
@@ -64,7 +74,10 @@ SENT = ("Marlin, padded", UNKNOWN)
 def refit_all(folder: Path) -> dict[str, Report]:
     """Of each case, what :func:`_refitted` found, and of some what :func:`_sent` did."""
     sys.path.insert(0, str(Path(__file__).parent))
-    paths = {sizes: [write_oss(folder, sizes, seed) for seed in (0, 1)] for sizes in (PADDED, WHOLE)}
+    places = {"max_position_embeddings": 512, "rope_parameters": PLACES}
+    paths = {
+        sizes: [write_oss(folder, sizes, seed, **places) for seed in (0, 1)] for sizes in (PADDED, WHOLE)
+    }
     found = {name: _refitted(case, *paths[case.sizes]) for name, case in ALL.items()}
     found[REFUSED] = _refusals(paths[PADDED][0])
     for name in SENT:

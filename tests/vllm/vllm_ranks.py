@@ -107,6 +107,11 @@ def raw(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _state(model: torch.nn.Module) -> Tensors:
+    """A copy of what :func:`_held` finds."""
+    return {name: held.clone() for name, held in _held(model).items()}
+
+
+def _held(model: torch.nn.Module) -> Tensors:
     """Bytes of parameters and buffers, of tensors beside them, such as the absorbed projections of latent attention, of those
     that kernels of experts hold, and of what linear layers give that compute with packed weights."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -131,21 +136,17 @@ def _state(model: torch.nn.Module) -> Tensors:
             x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
             found[f"outputs of {name}"] = linear(x, module.weight, None)
     # Where sparse attention notes which tokens it has chosen, all layers in the same memory, nothing is before it runs.
-    return {
-        name: raw(tensor).clone()
-        for name, tensor in found.items()
-        if not name.endswith("topk_indices_buffer")
-    }
+    return {name: raw(tensor) for name, tensor in found.items() if not name.endswith("topk_indices_buffer")}
 
 
 def _unequal(live: torch.nn.Module, expected: Tensors) -> list[str]:
-    found = _state(live)
+    found = _held(live)
     assert found.keys() == expected.keys()
     return [name for name, held in found.items() if not torch.equal(held, expected[name])]
 
 
 def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
-    return _unequal(live, _state(expected))
+    return _unequal(live, _held(expected))
 
 
 def fill(model: torch.nn.Module, byte: int) -> None:
