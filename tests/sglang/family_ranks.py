@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -118,7 +119,7 @@ def _refusals(
 ) -> dict[str, str]:
     found = {}
     some = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
-    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep"), 1):
+    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep", "_qk_gamma_bf16"), 1):
         vars(some)[attribute] = "as SGLang says"
         found[attribute] = refusal(destination.routes, [*specs[turn:], *specs[:turn]])
         del vars(some)[attribute]
@@ -133,8 +134,13 @@ def _refusals(
     reasons = destination.routes(list(reversed(specs))).reasons
     found["a copy in a norm"] = " ".join(why for why in reasons.values() if "copied" in why)
     del vars(norm)["copied"]
+    with patch.object(
+        destination._runner, "load_config", SimpleNamespace(**vars(destination._runner.load_config))
+    ) as made:
+        made.load_format = "dummy"
+        found["random buffers"] = refusal(destination.routes, [*specs[4:], *specs[:4]])
     with patch("rlrefit.workers.engines.sglang.destination.LARGEST_SHARE", 0):
-        reasons = destination.routes([*specs[3:], *specs[:3]]).reasons
+        reasons = destination.routes([*specs[5:], *specs[:5]]).reasons
     found["no room to cast in"] = " ".join(name for name, why in reasons.items() if "is torch.float32" in why)
     return found
 
