@@ -57,6 +57,7 @@ class SglangRoutes(Routes):
         as_promised: those of them that get nothing but what the trainer was asked for.
         scaled: attention layers whose scales of the KV cache are parameters.
         copying: routers that compute with an FP32 copy of their weights, once a forward pass has made it.
+        weightless: norms that multiply by ones, which are no parameter, so that a sleep discards them.
         wider: those tensors that are written in place of which a parameter has a wider dtype.
         again: tensors that SGLang's loader is given once more from where they landed, with that parameter.
     """
@@ -67,6 +68,7 @@ class SglangRoutes(Routes):
     as_promised: frozenset[str]
     scaled: tuple[str, ...]
     copying: tuple[str, ...]
+    weightless: tuple[str, ...]
     wider: dict[str, tuple[Landing, ...]]
     again: dict[str, str]
 
@@ -184,6 +186,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
             copying=tuple(name for name, m in self._model.named_modules() if _ROUTER_COPY in m._buffers),
+            weightless=tuple(name for name, m in self._model.named_modules() if _multiplies_by_ones(m)),
             wider={name: found for name, found in shared.landings.items() if name in traced.trace.wider},
             again={
                 name: found[0].parameter
@@ -215,6 +218,8 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
             # Their memory may have slept, and came back undefined. The numbers beside them are right.
             write_tensors([modules[name] for name in routes.scaled])
+            for name in routes.weightless:
+                vars(modules[name])["weight"].fill_(1)
             for router in (modules[name] for name in routes.copying):
                 # In place, since graphs read it there.
                 if (copy := router._buffers[_ROUTER_COPY]) is not None:
@@ -245,6 +250,12 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 continue
             for landing in landings:
                 landing.write(tensor, self._target(landing))
+
+
+def _multiplies_by_ones(module: nn.Module) -> bool:
+    return getattr(module, "has_weight", True) is False and isinstance(
+        vars(module).get("weight"), torch.Tensor
+    )
 
 
 def _unread_post_load(model: nn.Module) -> str:
