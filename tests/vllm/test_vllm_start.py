@@ -321,6 +321,20 @@ def test_constants_beside_parameters_outlast_a_sleep_that_discards(worker: Any):
     assert sleep_and_wake(1) == [7] * 5
 
 
+def test_a_sleep_that_discards_is_refused_where_the_model_has_made_a_copy_of_its_weights(worker: Any):
+    model = worker.model_runner.model = nn.Module()
+    model.gate, model.kept = nn.Linear(24, 4), None
+    guard_worker(worker, worker.state)
+    worker.sleep(2)
+    worker.wake_up()
+    model.kept = model.gate.weight.detach().double()
+    worker.sleep(1)
+    worker.wake_up()
+    with pytest.raises(RefitError, match="kept"):
+        worker.sleep(2)
+    assert worker.slept == [2, 1]
+
+
 def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_Worker, "load_model", _Worker.load_model)
     guard_loaded_models(_Worker)

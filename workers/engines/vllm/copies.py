@@ -61,30 +61,29 @@ class Copies:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._looked: list[_Looked] = []
+        self._looked = [
+            _look(module, name)
+            for name, module in model.named_modules()
+            # Attention renews what it makes, and quantized layers are reloaded with what they make.
+            if not isinstance(module, ATTENTION_MODULES)
+            and not isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+            and next(module.parameters(), None) is not None
+        ]
 
     def compare(self, twin: nn.Module) -> None:
-        """Look at what the model holds and its untouched ``twin`` does not; :meth:`require_none` goes on from there.
+        """Look at what the model holds and its untouched ``twin`` does not.
 
         Raises:
             RefitError: it is a copy of weights.
         """
         fresh = dict(twin.named_modules())
-        looked = []
-        for name, module in self._model.named_modules():
-            # Attention renews what it makes, and quantized layers are reloaded with what they make.
-            renewed = isinstance(module, ATTENTION_MODULES) or isinstance(
-                getattr(module, "quant_method", None), QuantizeMethodBase
-            )
-            if name in fresh and not renewed:
+        for module, name, held, *_ in self._looked:
+            if name in fresh:
                 made = {attribute for attribute, value in vars(fresh[name]).items() if value is not None}
-                _require_no_copy(name, module, vars(module).keys() - made)
-                looked.append(_look(module, name))
-        self._looked = looked
+                _require_no_copy(name, module, held.keys() - made)
 
     def require_none(self) -> None:
-        """Look again where nothing was.
+        """Look where nothing was as this was made.
 
         Raises:
             RefitError: a copy of weights is there now.

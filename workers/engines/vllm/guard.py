@@ -11,6 +11,7 @@ from ....integration.colocated.stages import TAGS, WEIGHTS
 from ....integration.gpu_memory.driver import DriverError, call, driver, missing
 from ....integration.session import ServingState
 from ..common.guard import WeightsGuard, call_after, call_before
+from .copies import Copies
 from .drafters import live_drafter
 
 # The level from which the weights are not kept on the host.
@@ -54,8 +55,12 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
 
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    copies = Copies(worker.model_runner.get_model())
+
     def before_sleep(level: int = 1) -> None:
         if level >= _DISCARDING and WEIGHTS not in guard.asleep:
+            # Once the weights are undefined nothing tells any more what is a copy of them.
+            copies.require_none()
             kept.extend((lost, lost.to("cpu", copy=True)) for lost in _lost_in_a_sleep(worker))
 
     def slept(level: int = 1) -> None:
