@@ -303,9 +303,10 @@ def test_constants_beside_parameters_outlast_a_sleep_that_discards(worker: Any):
     """vLLM's norms without a weight compute with such ones, and its kernels of attention with slopes."""
     served = worker.model_runner.model
     served.ones, served.kv_cache, served.bias_again = torch.ones(3), torch.ones(3), served.bias.data
-    served.impl = SimpleNamespace(slopes=torch.ones(3))
+    served.impl = SimpleNamespace(slopes=torch.ones(3), workspace=torch.ones(1 << 23))
     worker.model_runner.kv_caches = [served.impl.__dict__.setdefault("pages", torch.ones(3))]
-    lost = served.ones, served.impl.slopes, served.kv_cache, served.bias_again, served.impl.pages
+    impl = served.impl
+    lost = served.ones, impl.slopes, served.kv_cache, served.bias_again, impl.pages, impl.workspace
 
     def sleep_and_wake(level: int) -> list[float]:
         worker.sleep(level)
@@ -316,9 +317,9 @@ def test_constants_beside_parameters_outlast_a_sleep_that_discards(worker: Any):
         worker.wake_up(["weights"])
         return [float(tensor[0]) for tensor in lost]
 
-    assert sleep_and_wake(2) == [1, 1, 7, 7, 7]
+    assert sleep_and_wake(2) == [1, 1, 7, 7, 7, 7]
     # Of a level 1, which keeps all of it, vLLM sees to everything itself.
-    assert sleep_and_wake(1) == [7] * 5
+    assert sleep_and_wake(1) == [7] * 6
 
 
 def test_a_sleep_that_discards_is_refused_where_the_model_has_made_a_copy_of_its_weights(worker: Any):

@@ -20,6 +20,8 @@ _DISCARDING = 2
 _KEEPS_DRAFTERS = "_sleep_saved_draft_buffers"
 # Keys and values, and what latent attention makes anew of each refit's weights.
 _NOT_KEPT = ("kv_cache", "W_")
+# Bytes. What is larger is memory to work in, of which a step needs nothing that was there before.
+_LARGEST = 1 << 24
 
 
 def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
@@ -54,7 +56,6 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
             warming_up = False
 
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
     copies = Copies(worker.model_runner.get_model())
 
     def before_sleep(level: int = 1) -> None:
@@ -106,13 +107,15 @@ def _constants(model: torch.nn.Module, caches: Sequence[torch.Tensor]) -> Iterat
     held = (*model.parameters(), *model.buffers())
     others = {tensor.untyped_storage()._cdata for tensor in (*held, *caches)}
     devices = {tensor.device for tensor in held}
+    found: dict[int, torch.Tensor] = {}
     for module in model.modules():
         kernel = getattr(getattr(module, "impl", None), "__dict__", {})
         for name, value in (*vars(module).items(), *kernel.items()):
-            if not isinstance(value, torch.Tensor) or name.startswith(_NOT_KEPT):
-                continue
-            if value.device in devices and value.untyped_storage()._cdata not in others:
-                yield value
+            if isinstance(value, torch.Tensor) and value.device in devices and not name.startswith(_NOT_KEPT):
+                found[id(value)] = value
+    for value in found.values():
+        if value.nbytes <= _LARGEST and value.untyped_storage()._cdata not in others:
+            yield value
 
 
 def _is_unmapped(model: torch.nn.Module) -> bool:
