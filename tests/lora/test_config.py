@@ -55,12 +55,22 @@ def test_settings_and_names_survive_the_wire() -> None:
     assert split_name(f"{prefix}lm_head.weight") is None
 
 
-def test_no_adapter_is_to_come_alone_to_base_weights_that_a_failed_refit_or_a_sleep_has_spoiled() -> None:
+def test_no_adapter_is_to_come_alone_to_base_weights_that_a_refit_or_a_sleep_has_changed() -> None:
     worker = DestinationRefitMixin()
     worker.refit_state.mark_dirty(3)
     with pytest.raises(RefitError) as error:
         worker.join_refit({}, 1, {"lora": "adapter"})
     assert (error.value.stage, worker.refit_state.dirty) == ("settings", True)
+
+    # Into what an earlier refit has brought the adapter may be merged already.
+    worker = DestinationRefitMixin()
+    worker._refit_session = SimpleNamespace(  # type: ignore[assignment]
+        refit=lambda version: SimpleNamespace(to_json=dict), close=lambda: None
+    )
+    worker.refit(0)
+    with pytest.raises(RefitError, match="refit 0") as error:
+        worker.join_refit({}, 1, {"lora": "adapter"})
+    assert (error.value.stage, worker.brings_adapter) == ("settings", False)
 
     model = torch.nn.Linear(2, 2)
     held = model.weight.detach().clone()

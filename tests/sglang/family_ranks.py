@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -67,6 +68,8 @@ def refit_families(
 
 
 def _one(path_a: str, path_b: str) -> FamilyResult:
+    from sglang.srt.layers.layernorm import RMSNorm
+
     from rlrefit.integration.errors import RefitError
     from rlrefit.integration.weights.manifest import TensorSpec
     from rlrefit.workers.engines.sglang.destination import SglangDestination
@@ -76,6 +79,9 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
     as_a, as_b = _state(live.model), _state(load_model(path_b).model)
     names = [name for name, _ in live.model.named_parameters()]
     places = {name: parameter.data_ptr() for name, parameter in live.model.named_parameters()}
+    # A norm as Llama 4's of queries and keys, of which no checkpoint has anything.
+    live.model.weightless = ones = RMSNorm(4, has_weight=False)
+    as_a["weightless.weight"] = as_b["weightless.weight"] = bytes_of({"": ones.weight})[""]
     destination = SglangDestination(live, CPU)
     specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in a.items()]
     try:
@@ -84,7 +90,7 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
         return FamilyResult(str(error))
     wrong = {}
     for occasion, tensors, expected in (("there", b, as_b), ("back", a, as_a)):
-        poison(live.model.parameters())
+        poison((*live.model.parameters(), ones.weight))
         for fragment in fragments:
             fragment.view.copy_(tensors[fragment.name][tuple(slice(*side) for side in fragment.box)])
         _load(destination, tensors, list(misc))
@@ -118,7 +124,7 @@ def _refusals(
 ) -> dict[str, str]:
     found = {}
     some = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
-    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep"), 1):
+    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep", "_qk_gamma_bf16"), 1):
         vars(some)[attribute] = "as SGLang says"
         found[attribute] = refusal(destination.routes, [*specs[turn:], *specs[:turn]])
         del vars(some)[attribute]
@@ -133,8 +139,13 @@ def _refusals(
     reasons = destination.routes(list(reversed(specs))).reasons
     found["a copy in a norm"] = " ".join(why for why in reasons.values() if "copied" in why)
     del vars(norm)["copied"]
+    with patch.object(
+        destination._runner, "load_config", SimpleNamespace(**vars(destination._runner.load_config))
+    ) as made:
+        made.load_format = "dummy"
+        found["random buffers"] = refusal(destination.routes, [*specs[4:], *specs[:4]])
     with patch("rlrefit.workers.engines.sglang.destination.LARGEST_SHARE", 0):
-        reasons = destination.routes([*specs[3:], *specs[:3]]).reasons
+        reasons = destination.routes([*specs[5:], *specs[:5]]).reasons
     found["no room to cast in"] = " ".join(name for name, why in reasons.items() if "is torch.float32" in why)
     return found
 

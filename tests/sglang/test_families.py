@@ -151,10 +151,13 @@ def test_what_can_not_be_written_in_place_is_refused_by_name(
         for occasion, said in (
             ("_derived_weight_cache_error", "as SGLang says"),
             ("w_kc_qrep", "dcp_replicate_q_proj=False"),
+            ("_qk_gamma_bf16", "Inkling"),
         ):
             assert "layers.1 computes with copies of weights" in rank.refusals[occasion]
             assert said in rank.refusals[occasion]
         assert "made after" in rank.refusals["a copy in a norm"]
+        # The factor of its embeddings, of which SGLang makes a random number with load_format=dummy.
+        assert ("model.normalizer" in rank.refusals["random buffers"]) == (family == "gemma2")
         wider = {"gpt_oss": "gate_up_proj_bias", "qwen3_next": "A_log"}.get(family, "")
         assert wider in rank.refusals["no room to cast in"]
         joined = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")

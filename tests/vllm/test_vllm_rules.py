@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from rlrefit.workers.engines.common.loader_trace.modules import owners_of, sprea
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
 from rlrefit.workers.engines.vllm import patches, plugin
 from rlrefit.workers.engines.vllm.completeness import check_complete
+from rlrefit.workers.engines.vllm.copies import Copies, require_read_hooks
+from rlrefit.workers.engines.vllm.destination import VllmDestination
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
 from rlrefit.workers.engines.vllm.reload import (
@@ -311,6 +314,92 @@ def test_copied_sinks_of_an_unknown_parameter_are_refused():
     kernel.sinks = layer.held0.float()
     with pytest.raises(RefitError, match="attention_backend"):
         copied_sinks(layer)
+
+
+class _Caching(nn.Module):
+    """A model that keeps what its first step makes of weights, as some of vLLM's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(24, 40, bias=False, dtype=BF16), nn.RMSNorm(24, dtype=BF16)
+        self.conv = nn.Conv1d(20, 20, 4, groups=20, dtype=BF16)
+        self.places: Any = None
+        self.kept: Any = None
+
+    def trained(self) -> _Caching:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        return self
+
+
+COPIES = {
+    "in FP32 and transposed": lambda m: m.gate.weight.data[20:].t().contiguous().float(),
+    "without the first row": lambda m: (
+        m.gate.weight.data[1:].reshape(1, 3, 13, 24).permute(0, 3, 1, 2).float()
+    ),
+    "joined": lambda m: torch.cat([m.conv.weight.data.view(20, 4)] * 2),
+    "in a tuple": lambda m: (1, m.norm.weight.data.float()),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_weights_is_refused_whether_it_was_there_at_the_meeting_or_came_with_a_later_step(copied):
+    model = nn.Module()
+    model.layer = _Caching().trained()
+    twin = copy.deepcopy(model).to("meta")
+    copies = Copies(model)
+    copies.compare(twin)
+    # What is computed, a view and constants are none, as often as they come.
+    model.layer.places, model.layer.late = torch.randn(9, 24).to(BF16), torch.ones(24, dtype=BF16)
+    copies.require_none()
+    model.layer.late = model.layer.gate.weight.data[3]
+    copies.require_none()
+    model.layer.kept = copied(model.layer)
+    with pytest.raises(RefitError, match="kept"):
+        copies.require_none()
+    with pytest.raises(RefitError, match="kept"):
+        Copies(model).compare(twin)
+
+
+def test_a_model_is_refused_that_makes_something_of_its_weights_which_was_not_read():
+    class Hooked(nn.Module):
+        def process_weights_after_loading(self) -> None: ...
+
+    for module in (Hooked(), nn.Sequential(Hooked())):
+        with pytest.raises(RefitError, match="Hooked"):
+            require_read_hooks(module)
+    sinks = nn.Identity()
+    sinks.sink_populated = False
+    with pytest.raises(RefitError, match="sinks"):
+        require_read_hooks(nn.Sequential(sinks))
+    require_read_hooks(_Caching())
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (
+            {"offload_config": SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=4))},
+            "offload_group_size",
+        ),
+        (
+            {"load_config": SimpleNamespace(load_format="ipc_cache", model_loader_extra_config={})},
+            "ipc_cache",
+        ),
+    ],
+    ids=["host memory", "weight cache"],
+)
+def test_weights_that_come_from_elsewhere_before_each_step_or_are_lent_to_others_are_refused(settings, word):
+    own = {
+        "parallel_config": SimpleNamespace(enable_eplb=False),
+        "load_config": SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+    }
+    with pytest.raises(RefitError, match=word):
+        VllmDestination(nn.Linear(2, 2), SimpleNamespace(**own | settings), torch.device("cpu"))
+    copied = SimpleNamespace(load_format="ipc_cache", model_loader_extra_config={"mode": "copy"})
+    prefetch = SimpleNamespace(offload_group_size=0)
+    kept = {"load_config": copied, "offload_config": SimpleNamespace(prefetch=prefetch)}
+    VllmDestination(nn.Linear(2, 2), SimpleNamespace(**own | kept), torch.device("cpu"))
 
 
 def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only(monkeypatch):

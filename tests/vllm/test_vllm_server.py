@@ -350,6 +350,10 @@ def test_what_a_server_can_not_do_is_refused_before_anything_is_asked(served: Se
     assert refused.value.stage == "settings"
     with pytest.raises(RefitError, match="join_refit"):
         RefitClient(served.url).refit(served.version + 1)
+    # Requests to a server name the base model, and it would answer them as the version that the adapter has.
+    with pytest.raises(RefitError, match="adapter") as refused:
+        RefitClient(served.url).join_refit({}, 1, RefitConfig(lora="adapter"))
+    assert refused.value.stage == "settings"
     with pytest.raises(RefitError, match="neither vLLM's nor SGLang's"):
         RefitClient(f"{served.url}/v1/models")
     assert not served.paused

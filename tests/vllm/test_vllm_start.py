@@ -299,6 +299,43 @@ def test_a_drafters_own_buffers_outlast_a_sleep_that_discards_where_vllm_does_no
     assert sleep_and_wake(2) == [7, 7]
 
 
+def test_constants_beside_parameters_outlast_a_sleep_that_discards(worker: Any):
+    """vLLM's norms without a weight compute with such ones, and its kernels of attention with slopes."""
+    served = worker.model_runner.model
+    served.ones, served.kv_cache, served.bias_again = torch.ones(3), torch.ones(3), served.bias.data
+    served.impl = SimpleNamespace(slopes=torch.ones(3), workspace=torch.ones(1 << 23))
+    worker.model_runner.kv_caches = [served.impl.__dict__.setdefault("pages", torch.ones(3))]
+    impl = served.impl
+    lost = served.ones, impl.slopes, served.kv_cache, served.bias_again, impl.pages, impl.workspace
+
+    def sleep_and_wake(level: int) -> list[float]:
+        worker.sleep(level)
+        for tensor in lost:
+            tensor.fill_(7)
+        worker.wake_up(["kv_cache"])
+        assert served.ones[0] == 7
+        worker.wake_up(["weights"])
+        return [float(tensor[0]) for tensor in lost]
+
+    assert sleep_and_wake(2) == [1, 1, 7, 7, 7, 7]
+    # Of a level 1, which keeps all of it, vLLM sees to everything itself.
+    assert sleep_and_wake(1) == [7] * 6
+
+
+def test_a_sleep_that_discards_is_refused_where_the_model_has_made_a_copy_of_its_weights(worker: Any):
+    model = worker.model_runner.model = nn.Module()
+    model.gate, model.kept = nn.Linear(24, 4), None
+    guard_worker(worker, worker.state)
+    worker.sleep(2)
+    worker.wake_up()
+    model.kept = model.gate.weight.detach().double()
+    worker.sleep(1)
+    worker.wake_up()
+    with pytest.raises(RefitError, match="kept"):
+        worker.sleep(2)
+    assert worker.slept == [2, 1]
+
+
 def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_Worker, "load_model", _Worker.load_model)
     guard_loaded_models(_Worker)

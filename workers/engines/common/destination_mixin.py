@@ -26,6 +26,8 @@ class DestinationRefitMixin:
     guard: WeightsGuard | None = None
     # Whether the refits of this epoch, or of the last one, bring a LoRA adapter and no other weight.
     brings_adapter = False
+    # The last version that a refit has brought all weights of; -1 before one.
+    _refit_whole = -1
     _refit_session: RefitSession | None = None
     _refit_state: ServingState | None = None
     _refit_last: dict[str, Any] | None = None
@@ -72,15 +74,22 @@ class DestinationRefitMixin:
 
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
-            RefitError: an adapter alone is to come to base weights that are not whole.
+            RefitError: an adapter alone is to come to weights that are not whole, or that an earlier refit has brought.
         """
         self.close_refit()
         config = RefitConfig(**refit_config)
         if config.lora == "adapter" and self.refit_state.dirty and not self.brings_adapter:
             raise RefitError(
                 f"policy.refit.lora is adapter, but refit {self.refit_state.dirty_since} may have written this engine's base weights in "
-                "part, or they were discarded, and an adapter brings none of them. Nothing has moved; run a refit with lora=merge "
-                "to its end, or reload the engine",
+                "part, or they were discarded, and an adapter brings none of them. Nothing has moved; start the engine anew, or set "
+                "lora to merge on all ranks of both sides",
+                stage="settings",
+            )
+        if config.lora == "adapter" and self._refit_whole >= 0:
+            raise RefitError(
+                f"policy.refit.lora is adapter, but refit {self._refit_whole} has brought all weights of this engine, with the adapter of a "
+                "trainer merged into them if it had one, and an adapter that comes alone would be added to these once more. Nothing has "
+                "moved; start the engine anew, or set lora to merge on all ranks of both sides",
                 stage="settings",
             )
         self.brings_adapter = config.lora == "adapter"
@@ -149,6 +158,8 @@ class DestinationRefitMixin:
         record = require_joined(self._refit_session).refit(version).to_json()
         if self.guard is not None:
             self.guard.refitted()
+        if not self.brings_adapter:
+            self._refit_whole = version
         return record
 
     def nccl_xfer_refit(self, version: int) -> dict[str, Any]:

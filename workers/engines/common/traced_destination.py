@@ -293,6 +293,14 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         return True
 
     def _traced(self, manifest: Manifest) -> Found:
+        absent = [name for name, parameter in self._parameters.items() if parameter.is_meta]
+        if absent:
+            raise PlanError(
+                f"the live parameter has no memory ({len(absent)} have none): something keeps the weights elsewhere and brings them for each "
+                "step, where no refit reaches them. Nothing was written; start the engine without offloading",
+                stage="trace",
+                parameter=absent[0],
+            )
         blocks = self._blocks()
         with self._twin() as twin:
             before = dict(twin.named_parameters())

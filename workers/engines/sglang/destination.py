@@ -22,8 +22,9 @@ from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
-from ..common.loader_trace.unreached import require_reached
+from ..common.loader_trace.unreached import filled_buffers, require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
+from .derived import made_in_place
 from .drafters import check_follows
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .kv_scales import loaded_scales, write_tensors
@@ -32,6 +33,15 @@ from .wider import LARGEST_SHARE, WiderParameters, staged_bytes
 
 # In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
 _READ_POST_LOAD = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
+# By which modules say that no update renews what they keep.
+_DERIVED = "_derived_weight_cache_error"
+# What others keep of weights, and say nothing of.
+_MADE_ONCE = {
+    "w_kc_qrep": "its ranks hold projections of all others, which are gathered once. Start SGLang with dcp_replicate_q_proj=False",
+    "_attn_res_cw_cache": "Kimi-K3 keeps the products of norms and projections",
+    "_hpc_q_norm_w_fp32": "Hunyuan keeps its norms in FP32 for HPC-Ops' attention",
+    "_qk_gamma_bf16": "Inkling keeps its norms in BF16",
+}
 # A buffer of GLM-4.5's routers, which SGLang 0.5.17 fills with their first weights and never renews.
 _ROUTER_COPY = "_weight_fp32"
 
@@ -47,6 +57,7 @@ class SglangRoutes(Routes):
         as_promised: those of them that get nothing but what the trainer was asked for.
         scaled: attention layers whose scales of the KV cache are parameters.
         copying: routers that compute with an FP32 copy of their weights, once a forward pass has made it.
+        weightless: norms that multiply by ones, which are no parameter, so that a sleep discards them.
         wider: those tensors that are written in place of which a parameter has a wider dtype.
         again: tensors that SGLang's loader is given once more from where they landed, with that parameter.
     """
@@ -57,6 +68,7 @@ class SglangRoutes(Routes):
     as_promised: frozenset[str]
     scaled: tuple[str, ...]
     copying: tuple[str, ...]
+    weightless: tuple[str, ...]
     wider: dict[str, tuple[Landing, ...]]
     again: dict[str, str]
 
@@ -149,7 +161,10 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         _require_no_caches(self._model)
         _require_loadable(traced)
         check_follows(self._runner, traced.trace)
-        require_reached(traced.trace, self._to_fill(traced))
+        # The drafter may be loaded otherwise than the model that it drafts for.
+        dummy = str(self._runner.load_config.load_format).lower().endswith("dummy")
+        filled = filled_buffers(self._model) & traced.owners.keys() if dummy else set()
+        require_reached(traced.trace, self._to_fill(traced) | filled, filled if dummy else None)
 
     def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
         """Names of the parameters that a manifest has to fill."""
@@ -171,6 +186,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
             copying=tuple(name for name, m in self._model.named_modules() if _ROUTER_COPY in m._buffers),
+            weightless=tuple(name for name, m in self._model.named_modules() if _multiplies_by_ones(m)),
             wider={name: found for name, found in shared.landings.items() if name in traced.trace.wider},
             again={
                 name: found[0].parameter
@@ -202,13 +218,16 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
             # Their memory may have slept, and came back undefined. The numbers beside them are right.
             write_tensors([modules[name] for name in routes.scaled])
+            for name in routes.weightless:
+                vars(modules[name])["weight"].fill_(1)
             for router in (modules[name] for name in routes.copying):
                 # In place, since graphs read it there.
                 if (copy := router._buffers[_ROUTER_COPY]) is not None:
                     copy.copy_(router.weight)
             # What a model derives from its weights (latent attention's absorbed projections).
             if hasattr(self._model, "post_load_weights"):
-                self._model.post_load_weights()
+                with made_in_place(self._model):
+                    self._model.post_load_weights()
 
     def _target(self, place: Landing | Zeros) -> torch.Tensor:
         # Zeros are as wide as the parameter.
@@ -233,6 +252,12 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 landing.write(tensor, self._target(landing))
 
 
+def _multiplies_by_ones(module: nn.Module) -> bool:
+    return getattr(module, "has_weight", True) is False and isinstance(
+        vars(module).get("weight"), torch.Tensor
+    )
+
+
 def _unread_post_load(model: nn.Module) -> str:
     """Why a model's own post-load work may change parameters; empty if it has none, or the one that was read."""
     function = getattr(model, "post_load_weights", None)
@@ -247,23 +272,17 @@ def _require_no_caches(model: nn.Module) -> None:
     Raises:
         PlanError: says which.
     """
-    modules = dict(model.named_modules())
-    # Its own updates ask the same; a model may have made its copies since rlrefit's loader was called.
-    names = ("_derived_weight_cache_error", "w_kc_qrep")
     found = [
-        (module, reason, name)
-        for module, held in modules.items()
-        for name in names
-        if (reason := vars(held).get(name)) is not None
+        (module, name, held)
+        for module, held in ((path, vars(module)) for path, module in model.named_modules())
+        for name in (_DERIVED, *_MADE_ONCE)
+        if held.get(name) is not None
     ]
     if not found:
         return
-    module, reason, name = found[0]
-    if name == "w_kc_qrep":
-        reason = (
-            "its ranks hold projections of all others, which are gathered once. Start SGLang with "
-            "dcp_replicate_q_proj=False"
-        )
+    module, name, held = found[0]
+    # SGLang's own updates ask for the first; a model may have made its copies since rlrefit's loader was called.
+    reason = held[name] if name == _DERIVED else _MADE_ONCE[name]
     raise PlanError(
         f"layer {module or 'of the whole model'} computes with copies of weights that a refit would leave old: {reason}. Nothing "
         "was written",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..common.loader_trace.trace import LoaderTrace, Part
-from ..common.loader_trace.unreached import require_reached
+from ..common.loader_trace.unreached import filled_buffers, require_reached
 from .compat import kind_of
 from .layouts import ATTENTION_MODULES, has_padding
 
@@ -63,14 +63,7 @@ def check_complete(
     Raises:
         PlanError: names the first parameter.
     """
-    filled = _filled_buffers(model) & owners.keys() if dummy else set()
-    held = "random numbers, since the engine was started with load_format=dummy" if dummy else "old weights"
-    # Constants that a module registers as persistent buffers: a checkpoint may have them, a trainer need not.
-    fixed = {
-        name: f". If {name} is a buffer that training doesn't change (XIELU's beta and eps), which the trainer doesn't "
-        "export, start the engine with load_format=auto, which keeps what the checkpoint or the module gave it"
-        for name in sorted(filled)
-    }
+    filled = filled_buffers(model, besides=ATTENTION_MODULES) & owners.keys() if dummy else set()
     touched = frozenset().union(*trace.touched.values())
     has_to_come = (
         name
@@ -80,7 +73,7 @@ def check_complete(
             for module in owners[name]
         )
     )
-    require_reached(trace, has_to_come, held, fixed)
+    require_reached(trace, has_to_come, filled if dummy else None)
 
 
 def _may_lack(live: Any, parameter: str, part: Part | None) -> bool:
@@ -128,18 +121,6 @@ def _halves_alike(places: set[_Place], shape: list[int], stride: list[int]) -> b
         if not across:
             return halves[0] == halves[1]
     return True
-
-
-def _filled_buffers(model: nn.Module) -> set[str]:
-    """Floating-point buffers that vLLM's dummy loader fills, but for the scales that attention layers set anew."""
-    saved = model.state_dict().keys()
-    return {
-        f"{module_name}.{name}" if module_name else name
-        for module_name, module in model.named_modules()
-        if not isinstance(module, ATTENTION_MODULES)
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    } & set(saved)
 
 
 def unused_parameters(model: nn.Module) -> frozenset[str]:

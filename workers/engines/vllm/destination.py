@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,7 @@ from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
+from .copies import Copies, require_read_hooks
 from .drafters import check_follows
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
 from .kernel_layouts import KernelLayouts
@@ -43,6 +44,9 @@ from .mxfp8 import mxfp8_modules
 from .packed_layers import KernelState, PackedLayers
 from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
+
+# Of vLLM from 0.32 on: weights in GPU memory of another process.
+_WEIGHT_CACHE = "ipc_cache"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._reset_caches = tuple(reset_caches)
         self._kernel_layouts = KernelLayouts(vllm_config, device)
         self._packed_layers = PackedLayers(vllm_config, device)
+        self._copies = Copies(model)
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
         self._kernel_state = KernelState(())
@@ -100,6 +105,15 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """As :meth:`TracedDestination.quantized`; the log tells of modules that hold another FP8."""
         tell_of_own_quantizers(self._model, self._blocks())
         return super().quantized(specs)
+
+    def storage_key(self) -> Hashable:
+        """As :meth:`TracedDestination.storage_key`, before a refit writes.
+
+        Raises:
+            RefitError: the model holds a copy of weights that it has made since the ranks met, as it first computed.
+        """
+        self._copies.require_none()
+        return super().storage_key()
 
     def agree(self, specs: Manifest) -> VllmRoutes:
         """As :meth:`TracedDestination.agree`; prepares what makes packed layers of what lands."""
@@ -155,8 +169,11 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
     def _model(self) -> nn.Module:
         return self._live
 
-    def _twin(self) -> AbstractContextManager[nn.Module]:
-        return meta_twin(self._model, self._vllm_config)
+    @contextmanager
+    def _twin(self) -> Iterator[nn.Module]:
+        with meta_twin(self._model, self._vllm_config) as twin:
+            self._copies.compare(twin)
+            yield twin
 
     def _blocks(self) -> dict[str, HoldsCodes]:
         return {**block_modules(self._model), **mxfp8_modules(self._model)}
@@ -279,6 +296,21 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "with a refit in parts; use FP8 or no quantization in the engine",
             stage="trace",
         )
+    offloading = getattr(vllm_config, "offload_config", None)
+    if offloading is not None and offloading.prefetch.offload_group_size:
+        raise RefitError(
+            "offload_group_size keeps weights in host memory, from where vLLM copies them into GPU memory that several layers share, before "
+            "each of them computes: in the next step old weights would overwrite what a refit writes there. Start vLLM without it",
+            stage="trace",
+        )
+    loading = vllm_config.load_config
+    if loading.load_format == _WEIGHT_CACHE and _shares_cache(loading.model_loader_extra_config):
+        raise RefitError(
+            f"load_format={_WEIGHT_CACHE} maps weights that vLLM's weight cache lends to other engines too, and a refit would overwrite "
+            'theirs. Start vLLM with model_loader_extra_config={"mode": "copy"}, or with another load_format',
+            stage="trace",
+        )
+    require_read_hooks(model)
     if kernel := packing_attention(model):
         raise RefitError(
             f"{kernel} packs kv_b_proj for itself and keeps no weight that a refit could write; start vLLM with another "
@@ -289,6 +321,11 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
+
+
+def _shares_cache(settings: object) -> bool:
+    """Whether vLLM's loader leaves weights in the memory of its cache, as it does if it is not told otherwise."""
+    return not isinstance(settings, Mapping) or settings.get("mode", "zero_copy") == "zero_copy"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,17 @@ from ....integration.colocated.stages import TAGS, WEIGHTS
 from ....integration.gpu_memory.driver import DriverError, call, driver, missing
 from ....integration.session import ServingState
 from ..common.guard import WeightsGuard, call_after, call_before
+from .copies import Copies
 from .drafters import live_drafter
 
 # The level from which the weights are not kept on the host.
 _DISCARDING = 2
 # An attribute of workers that keep the buffers of their drafter through such a sleep.
 _KEEPS_DRAFTERS = "_sleep_saved_draft_buffers"
+# Keys and values, and what latent attention makes anew of each refit's weights.
+_NOT_KEPT = ("kv_cache", "W_")
+# Bytes. What is larger is memory to work in, of which a step needs nothing that was there before.
+_LARGEST = 1 << 24
 
 
 def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
@@ -49,13 +55,14 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
         finally:
             warming_up = False
 
-    kept: dict[str, torch.Tensor] = {}
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies = Copies(worker.model_runner.get_model())
 
     def before_sleep(level: int = 1) -> None:
-        # vLLM keeps those of the model that it serves, and later releases the drafter's too.
-        if level >= _DISCARDING and WEIGHTS not in guard.asleep and not hasattr(worker, _KEEPS_DRAFTERS):
-            buffers = _drafters_buffers(worker.model_runner)
-            kept.update((name, buffer.to("cpu", copy=True)) for name, buffer in buffers.items())
+        if level >= _DISCARDING and WEIGHTS not in guard.asleep:
+            # Once the weights are undefined nothing tells any more what is a copy of them.
+            copies.require_none()
+            kept.extend((lost, lost.to("cpu", copy=True)) for lost in _lost_in_a_sleep(worker))
 
     def slept(level: int = 1) -> None:
         guard.slept(TAGS)
@@ -65,9 +72,9 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     def woke(tags: list[str] | None = None) -> None:
         woken = TAGS if tags is None else tags  # vLLM wakes all where it is given no tags
         guard.woke(woken)
-        if kept and WEIGHTS in woken:
-            for name, buffer in _drafters_buffers(worker.model_runner).items():
-                buffer.data.copy_(kept[name])
+        if WEIGHTS in woken:
+            for lost, copy in kept:
+                lost.data.copy_(copy)
             kept.clear()
 
     worker.compile_or_warm_up_model = warm_up
@@ -78,13 +85,37 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     return guard
 
 
-def _drafters_buffers(runner: Any) -> dict[str, torch.Tensor]:
-    """Buffers of the drafter alone, by name."""
-    drafter = live_drafter(runner)
-    if drafter is None:
-        return {}
-    shared = {id(buffer) for buffer in runner.get_model().buffers()}
-    return {name: buffer for name, buffer in drafter.named_buffers() if id(buffer) not in shared}
+def _lost_in_a_sleep(worker: Any) -> Iterator[torch.Tensor]:
+    """What a sleep discards that neither vLLM keeps nor a refit brings.
+
+    That is constants that modules or their kernels of attention hold beside parameters and buffers: the ones of a norm without a
+    weight, scales of Gemma 3n's embeddings. And buffers of a drafter: vLLM keeps those of the model that it serves, and later
+    releases the drafter's too.
+    """
+    runner = worker.model_runner
+    served, drafter = runner.get_model(), live_drafter(runner)
+    caches = [cache for cache in getattr(runner, "kv_caches", ()) if isinstance(cache, torch.Tensor)]
+    yield from _constants(served, caches)
+    if drafter is not None:
+        yield from _constants(drafter, caches)
+        if not hasattr(worker, _KEEPS_DRAFTERS):
+            shared = {id(buffer) for buffer in served.buffers()}
+            yield from (buffer for buffer in drafter.buffers() if id(buffer) not in shared)
+
+
+def _constants(model: torch.nn.Module, caches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    held = (*model.parameters(), *model.buffers())
+    others = {tensor.untyped_storage()._cdata for tensor in (*held, *caches)}
+    devices = {tensor.device for tensor in held}
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        kernel = getattr(getattr(module, "impl", None), "__dict__", {})
+        for name, value in (*vars(module).items(), *kernel.items()):
+            if isinstance(value, torch.Tensor) and value.device in devices and not name.startswith(_NOT_KEPT):
+                found[id(value)] = value
+    for value in found.values():
+        if value.nbytes <= _LARGEST and value.untyped_storage()._cdata not in others:
+            yield value
 
 
 def _is_unmapped(model: torch.nn.Module) -> bool:

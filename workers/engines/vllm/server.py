@@ -94,10 +94,17 @@ class VllmServer:
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
 
         Raises:
-            RefitError: of the type that the worker raised. Nothing was written.
+            RefitError: of the type that the worker raised; or an adapter is to come alone. Nothing was written.
         """
         if engine not in WAYS:
             raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
+        if config.lora == "adapter":
+            raise RefitError(
+                "policy.refit.lora is adapter, but no request to a server can name the trainer's adapter, so that all would be answered "
+                "by the base model, whatever the version. Nothing has moved; set it to merge on all ranks of both sides, or drive "
+                "vLLM in a process of your own (VllmDriver, AsyncVllmDriver)",
+                stage="settings",
+            )
         self._limit_s = None
         limit_s = max(self._http.timeout_s, config.call_limit_s)
         init_info = {

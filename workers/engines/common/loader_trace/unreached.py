@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
+
+from torch import nn
 
 from .....integration.errors import PlanError
 from .trace import LoaderTrace
@@ -37,19 +39,32 @@ def _stale_parameters(trace: LoaderTrace, parameters: Iterable[str]) -> dict[str
     return dict(sorted(stale.items()))
 
 
+def filled_buffers(model: nn.Module, besides: tuple[type[nn.Module], ...] = ()) -> set[str]:
+    """Names of the floating-point buffers that an engine fills with random numbers as it does parameters (``load_format=dummy``).
+
+    Args:
+        model: the live one.
+        besides: modules whose buffers the engine sets anew.
+    """
+    saved = model.state_dict().keys()
+    return {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules()
+        if not isinstance(module, besides)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    } & set(saved)
+
+
 def require_reached(
-    trace: LoaderTrace,
-    parameters: Iterable[str],
-    held: str = "old weights",
-    more: Mapping[str, str] | None = None,
+    trace: LoaderTrace, parameters: Iterable[str], filled: Collection[str] | None = None
 ) -> None:
     """Refuse a manifest that leaves a part of a parameter with the weights of an earlier version.
 
     Args:
         trace: of the whole manifest.
         parameters: names of all that the manifest has to fill.
-        held: what an unfilled part holds, in words.
-        more: a remedy for some of ``parameters``; that of the first unfilled one is told.
+        filled: those of them that are buffers, of an engine that was started with random numbers in all; None of another one.
 
     Raises:
         PlanError: names the first parameter.
@@ -57,7 +72,16 @@ def require_reached(
     stale = _stale_parameters(trace, parameters)
     if not stale:
         return
-    also = next((remedy for name, remedy in (more or {}).items() if name in stale), "")
+    dummy = filled is not None
+    held = "random numbers, since the engine was started with load_format=dummy" if dummy else "old weights"
+    buffer = min(stale.keys() & set(filled or ()), default="")
+    # Constants that a module registers as persistent buffers: a checkpoint may have them, a trainer need not.
+    also = (
+        f". If {buffer} is a buffer that training doesn't change (XIELU's beta and eps, the factor of Gemma 2's embeddings), which the "
+        "trainer doesn't export, start the engine with load_format=auto, which keeps what the checkpoint or the module gave it"
+        if buffer
+        else ""
+    )
     raise PlanError(
         f"{_in_words(trace, stale)}; they would keep {held} or become undefined, and the engine would serve a mixture. "
         f"{_REMEDY}{also}.",
