@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlrefit.integration.errors import RefitError
@@ -155,7 +156,8 @@ def test_a_model_that_computes_with_other_modules_than_are_read_ends_the_refit(
     model = smallest(tie_word_embeddings=tied)
     source = FSDPSource(model)
     model.model.layers[0].mlp.dropout = torch.nn.Dropout()  # which has no weights
-    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.up_proj = torch.compile(model.model.layers[0].mlp.up_proj)
+    model.model.layers[0].mlp = checkpoint_wrapper(torch.compile(model.model.layers[0].mlp))
     source.prepare()
     change(model)
     with pytest.raises(RefitError) as refused:

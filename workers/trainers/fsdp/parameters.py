@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment, box_of, layout_of, local_fragments
-from .checkpoint import saved_names
+from .checkpoint import saved_names, unwrapped
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ class KeptTensors:
         named: Callable[[str], str | None] = str,
     ):
         # Brings gathered parameters back to shards once, so that it and the modules show these.
-        state = {
-            name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
-            for name, tensor in model.state_dict(keep_vars=True).items()
-        }
+        state = {unwrapped(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
         self._root = within or model
         places = _places(self._root)
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
@@ -221,7 +218,7 @@ def _edges(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 def _paths(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """Where modules are, as :class:`KeptTensors` names their tensors."""
-    return {module: path.replace("_orig_mod.", "") or "the model" for path, module in model.named_modules()}
+    return {module: unwrapped(path) or "the model" for path, module in model.named_modules()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
