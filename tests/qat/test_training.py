@@ -73,6 +73,18 @@ def test_layers_in_modules_that_torch_has_put_others_around_are_quantized_and_se
     assert specs[0] == specs[1]
 
 
+def test_a_model_with_adapters_is_refused_whenever_they_came(checkpoints: Callable[[str], Path]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3"))
+    qat = quantize_module(model, QATConfig(activations=False))
+    adapted = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj"]))
+    for refused in (qat.refresh, lambda: quantize_module(adapted, QATConfig(activations=False))):
+        with pytest.raises(ValueError, match="LoRA"):
+            refused()
+
+
 class _Magnitudes:
     """In the place of a table for a GPU, which reads at the addresses where the views lay when it was made."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..fsdp.adapters import has_adapters
 from ..fsdp.checkpoint import (
     CheckpointWeight,
     conversion_of,
@@ -37,6 +38,7 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         RefitError: the model's weights can't be told from its tensors.
     """
     model = getattr(model, "_orig_mod", model)  # under torch.compile
+    _require_no_adapters(model)
     weights = _weights_by_parameter(model)
     linears: list[Linear] = []
     for path, module in unwrapped_modules(model):
@@ -45,7 +47,7 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         elif _is_stack(module):
             linears += _of_stack(path, module, weights)
     names = [weight.name for found in weights.values() for weight in found]
-    qat = QAT(config, linears, names, lambda: FSDPSource(model), _decoder_layers(model), group)
+    qat = QAT(config, linears, names, lambda: _source_of(model), _decoder_layers(model), group)
     for path, module in unwrapped_modules(model):
         held = {name: [w.name for w in weights.get(_joined(path, name), ())] for name in ("weight", *_STACKS)}
         if isinstance(module, nn.Linear) and qat.weights.intersection(held["weight"]):
@@ -56,6 +58,19 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
     qat.watch(model)
     qat.watch_contents(model)
     return qat
+
+
+def _require_no_adapters(model: nn.Module) -> None:
+    if has_adapters(model):
+        raise ValueError(
+            f"{type(model).__name__} has LoRA adapters, which add to weights that are quantized for themselves in training, and are merged "
+            "before they are quantized for the engine: it would compute something else. Train all weights, or without NVFP4"
+        )
+
+
+def _source_of(model: nn.Module) -> FSDPSource:
+    _require_no_adapters(model)  # that came in the meantime
+    return FSDPSource(model)
 
 
 def _decoder_layers(model: nn.Module) -> int | None:
