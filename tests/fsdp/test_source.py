@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlrefit.integration.errors import RefitError
@@ -224,6 +225,14 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
     seen["values"] = held.view.unique().tolist()
     seen["kept key"] = source.storage_key() == key
 
+    around = fully_shard(torch.compile(smallest()))
+    of_around = FSDPSource(around)
+    around.unshard()
+    with torch.no_grad():
+        for parameter in around._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            parameter.sharded_param.fill_(7)
+    seen["around a compiled model"] = {v for f in of_around.fragments()[0] for v in f.view.unique().tolist()}
+
     model.reshard()
     summed = DTensor.from_local(torch.ones(62, 32), model.lm_head.weight.device_mesh, [Partial()])
     model.lm_head.register_parameter("weight", torch.nn.Parameter(summed))
@@ -259,6 +268,7 @@ def test_ranks_read_gathered_parameters_as_shards_see_through_compile_and_refuse
         assert seen["rows"] == (31 * rank, 31 * rank + 31)
         assert seen["values"] == [7.0]
         assert seen["kept key"]
+        assert seen["around a compiled model"] == {7.0}
         assert list(seen["refused"]) == ["lm_head.weight"]
         assert "redistribute the tensor" in seen["refused"]["lm_head.weight"]
         assert seen["summed"] == [2.0]

@@ -50,7 +50,8 @@ class KeptTensors:
 
     Args:
         model: ``fully_shard`` was applied to it or its modules, or to what holds it.
-        within: what holds it, if anything does; a ``PeftModel``, say.
+        within: the outermost module that holds it, if any does: a ``PeftModel``, or what torch.compile makes, to either of which
+            ``fully_shard`` may have been applied.
         named: the name that an entry of the state dict goes by here; None leaves it out.
 
     Attributes:
@@ -68,7 +69,7 @@ class KeptTensors:
     ):
         # Brings gathered parameters back to shards once, so that it and the modules show these.
         state = {unwrapped(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._root = within or model
+        self._root = model if within is None else within  # a compiled module has a length, which fails
         places = _places(self._root)
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
         if strangers:
