@@ -233,6 +233,17 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
             parameter.sharded_param.fill_(7)
     seen["around a compiled model"] = {v for f in of_around.fragments()[0] for v in f.view.unique().tolist()}
 
+    around = fully_shard(torch.nn.Sequential(smallest(), torch.nn.Linear(2, 1)))
+    shards = [*around[0].parameters()]
+    of_part = FSDPSource(around[0])
+    key = of_part.storage_key()
+    around.unshard()
+    with torch.no_grad():
+        for parameter in shards:
+            parameter.fill_(7)
+    seen["part"] = {v for f in of_part.fragments()[0] for v in f.view.unique().tolist()}
+    seen["part's key"] = of_part.storage_key() == key
+
     model.reshard()
     summed = DTensor.from_local(torch.ones(62, 32), model.lm_head.weight.device_mesh, [Partial()])
     model.lm_head.register_parameter("weight", torch.nn.Parameter(summed))
@@ -268,7 +279,8 @@ def test_ranks_read_gathered_parameters_as_shards_see_through_compile_and_refuse
         assert seen["rows"] == (31 * rank, 31 * rank + 31)
         assert seen["values"] == [7.0]
         assert seen["kept key"]
-        assert seen["around a compiled model"] == {7.0}
+        assert seen["around a compiled model"] == seen["part"] == {7.0}
+        assert seen["part's key"]
         assert list(seen["refused"]) == ["lm_head.weight"]
         assert "redistribute the tensor" in seen["refused"]["lm_head.weight"]
         assert seen["summed"] == [2.0]
