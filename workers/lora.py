@@ -32,6 +32,8 @@ _NOT_PLAIN = (
     "mica",
     "kasa_config",
 )
+# Of peft's init_lora_weights, beside true and false.
+_INIT_OF_FACTORS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class AdapterSettings:
                 stage="misc",
                 parameter=SETTINGS_NAME,
             ) from error
+
+
+def changes_base(init_lora_weights: object) -> bool:
+    """Whether peft may write the base weights as it makes an adapter so (PiSSA, OLoRA, LoftQ, …)."""
+    return isinstance(init_lora_weights, str) and init_lora_weights.lower() not in _INIT_OF_FACTORS
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -120,6 +127,11 @@ def lora_violations(
         found.append(
             f"{prefix}.lora.bias: refit.lora=adapter sends factors alone, so the engine would keep the base model's "
             "biases; give none, or set refit.lora to merge"
+        )
+    if changes_base(init := lora.get("init_lora_weights")):
+        found.append(
+            f"{prefix}.lora.init_lora_weights: {init} writes the base weights, and refit.lora=adapter leaves the engine those of "
+            "the checkpoint; leave it out, or set refit.lora to merge"
         )
     if engine == "vllm":
         found += _vllm_violations(lora, engine_options, prefix)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlrefit.integration.errors import RefitError
@@ -155,7 +157,8 @@ def test_a_model_that_computes_with_other_modules_than_are_read_ends_the_refit(
     model = smallest(tie_word_embeddings=tied)
     source = FSDPSource(model)
     model.model.layers[0].mlp.dropout = torch.nn.Dropout()  # which has no weights
-    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.up_proj = torch.compile(model.model.layers[0].mlp.up_proj)
+    model.model.layers[0].mlp = checkpoint_wrapper(torch.compile(model.model.layers[0].mlp))
     source.prepare()
     change(model)
     with pytest.raises(RefitError) as refused:
@@ -222,6 +225,25 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
     seen["values"] = held.view.unique().tolist()
     seen["kept key"] = source.storage_key() == key
 
+    around = fully_shard(torch.compile(smallest()))
+    of_around = FSDPSource(around)
+    around.unshard()
+    with torch.no_grad():
+        for parameter in around._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            parameter.sharded_param.fill_(7)
+    seen["around a compiled model"] = {v for f in of_around.fragments()[0] for v in f.view.unique().tolist()}
+
+    around = fully_shard(torch.nn.Sequential(smallest(), torch.nn.Linear(2, 1)))
+    shards = [*around[0].parameters()]
+    of_part = FSDPSource(around[0])
+    key = of_part.storage_key()
+    around.unshard()
+    with torch.no_grad():
+        for parameter in shards:
+            parameter.fill_(7)
+    seen["part"] = {v for f in of_part.fragments()[0] for v in f.view.unique().tolist()}
+    seen["part's key"] = of_part.storage_key() == key
+
     model.reshard()
     summed = DTensor.from_local(torch.ones(62, 32), model.lm_head.weight.device_mesh, [Partial()])
     model.lm_head.register_parameter("weight", torch.nn.Parameter(summed))
@@ -257,6 +279,8 @@ def test_ranks_read_gathered_parameters_as_shards_see_through_compile_and_refuse
         assert seen["rows"] == (31 * rank, 31 * rank + 31)
         assert seen["values"] == [7.0]
         assert seen["kept key"]
+        assert seen["around a compiled model"] == seen["part"] == {7.0}
+        assert seen["part's key"]
         assert list(seen["refused"]) == ["lm_head.weight"]
         assert "redistribute the tensor" in seen["refused"]["lm_head.weight"]
         assert seen["summed"] == [2.0]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.kv_scales.calibration import AmaxRecorder, watch_transformers
+from rlrefit.workers.trainers.fsdp.attention import attention_modules
+from tests.fsdp.models import smallest
 from tests.spawn import run_ranks
 
 from .calibration_ranks import (
@@ -82,6 +86,18 @@ def test_a_calibration_finds_the_largest_key_value_and_query_of_each_layer(
     for found, oracle in zip(ours, wanted, strict=True):
         assert list(found) == list(oracle)
         assert found == pytest.approx(oracle, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_attention_in_modules_that_torch_has_put_others_around_is_found(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = smallest()
+    attention = {f"model.layers.{i}.self_attn": layer.self_attn for i, layer in enumerate(model.model.layers)}
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn = wrap(layer.self_attn)
+        model.model.layers[i] = wrap(layer)
+    assert attention_modules(model) == attention
 
 
 def test_layers_that_did_not_run_get_no_scales_and_zeros_any() -> None:

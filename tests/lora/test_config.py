@@ -39,6 +39,10 @@ def test_all_violations_are_told_at_once() -> None:
     assert "max_lora_rank, 16" in found[4]
     (wrapped,) = lora_violations(_MERGE, {}, "vllm", {"enable_lora": True})
     assert "start vLLM without enable_lora" in wrapped
+    (base,) = lora_violations(_ADAPTER, {"init_lora_weights": "pissa_niter_4"}, "transformers", {})
+    assert base.startswith("policy.lora.init_lora_weights")
+    assert lora_violations(_ADAPTER, {"init_lora_weights": "gaussian"}, "transformers", {}) == []
+    assert lora_violations(_MERGE, {"init_lora_weights": "pissa"}, "transformers", {}) == []
     (parts,) = lora_violations(_ADAPTER, {}, "transformers", {"tensor_parallel_size": 2})
     assert "tensor parallelism 1 alone" in parts
     assert RefitConfig.unchecked(lora="both").violations() == [

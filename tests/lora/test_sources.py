@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
@@ -79,6 +80,27 @@ def test_every_weight_is_what_peft_merges_again_after_a_step(
     assert _wrong(source, model) == []
     _change(model)
     assert _wrong(source, model) == []
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_adapters_in_modules_that_torch_has_put_others_around_are_merged_and_named_as_ever(wrap: Any) -> None:
+    fields = {**_WIDE, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    for saved in ([], ["lm_head"]):
+        plain, wrapped = (_adapted({**fields, "modules_to_save": saved}) for _ in range(2))
+        layer = wrapped.get_base_model().model.layers[0]
+        layer.self_attn.q_proj, layer.mlp = wrap(layer.self_attn.q_proj), wrap(layer.mlp)
+        wrapped.get_base_model().model.layers[0] = wrap(layer)
+        source = FSDPSource(wrapped)
+        held = {fragment.name: fragment.view for fragment in source.fragments()[0]}
+        source.prepare()
+        expected = copy.deepcopy(plain).merge_and_unload().state_dict()
+        assert held.keys() == expected.keys()
+        assert [name for name, tensor in expected.items() if not tensor.equal(held[name])] == []
+        assert all(tensor.equal(expected[name]) for name, tensor in source.export(list(expected)))
+    plain, wrapped = (_adapted({**fields, "modules_to_save": None}) for _ in range(2))
+    layer = wrapped.get_base_model().model.layers[0]
+    layer.mlp.down_proj, layer.self_attn = wrap(layer.mlp.down_proj), wrap(layer.self_attn)
+    assert AdapterSource(wrapped).specs() == AdapterSource(plain).specs()
 
 
 def test_the_adapters_that_are_active_are_added_in_peft_s_order_and_no_others() -> None:
@@ -223,6 +245,17 @@ def test_more_than_an_adapter_and_none_are_refused_with_all_reasons() -> None:
         AdapterSource(model)
     with pytest.raises(RefitError, match="no adapter"):
         AdapterSource(_base())
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_whose_making_wrote_the_base_weights_does_not_travel_alone_and_is_merged(
+    init: str,
+) -> None:
+    model = get_peft_model(_base(), LoraConfig(**_PLAIN, init_lora_weights=init))
+    with pytest.raises(RefitError, match=f"init_lora_weights='{init}'") as refused:
+        AdapterSource(model)
+    assert refused.value.stage == "prepare"
+    assert _wrong(FSDPSource(model), model) == []
 
 
 def test_what_is_no_plain_lora_is_refused_with_all_reasons() -> None:

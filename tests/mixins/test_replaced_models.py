@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +145,21 @@ def test_tasks_follow_a_module_that_is_replaced_with_all_in_it() -> None:
     model["decoder"][0] = torch.nn.Identity()
     with pytest.raises(RefitError, match="is there no more"):
         places.follow(tasks)
+
+
+def test_tasks_follow_buffers_that_a_move_of_the_model_replaces() -> None:
+    model, tasks = model_and_tasks()
+    # As Megatron's routers have it, with a task of Bridge's.
+    model[1].register_buffer("expert_bias", torch.zeros(2))
+    tasks.append(Task("1.expert_bias", model[1].expert_bias))
+    places = Places([model], tasks)
+    model._apply(torch.clone)  # as .cpu() and .cuda() do, which leave parameters the same objects
+    assert places.follow(tasks)
+    assert tasks[-1].param_weight is model[1].expert_bias
+    assert not places.follow(tasks)
+    model[1] = deepcopy(model[1])
+    assert places.follow(tasks)
+    assert tasks[-1].param_weight is model[1].expert_bias
 
 
 def test_a_tied_parameter_is_followed_in_all_its_places_or_told_to_be_tied_no_more() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
@@ -22,8 +23,11 @@ from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
 from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 from rlrefit.workers.trainers.qat.model import QAT
+from rlrefit.workers.trainers.qat.source import PackedSource
 from tests.refit.synthetic import SyntheticDestination, run_world
 
 from .models import dequantized, read, train, trainer
@@ -48,6 +52,37 @@ def test_training_learns(checkpoints: Callable[[str], Path], config: dict[str, A
     model, qat = trainer(checkpoints("qwen3"), **config)
     losses = train(model, qat, 4)
     assert all(later < earlier - 0.1 for earlier, later in pairwise(losses)), losses
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_layers_in_modules_that_torch_has_put_others_around_are_quantized_and_sent_as_ever(
+    checkpoints: Callable[[str], Path], kind: str, wrap: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain, wrapped = (AutoModelForCausalLM.from_pretrained(checkpoints(kind)) for _ in range(2))
+    layer = wrapped.model.layers[0]
+    layer.self_attn.q_proj, layer.mlp = wrap(layer.self_attn.q_proj), wrap(layer.mlp)
+    if kind == "qwen3-moe":
+        layer.mlp.experts = wrap(layer.mlp.experts)
+    wrapped.model.layers[0] = wrap(layer)
+    made = [(quantize_module(model, QATConfig(activations=False)), model) for model in (plain, wrapped)]
+    weights, specs = zip(*((q.weights, PackedSource(FSDPSource(m), q).specs()) for q, m in made), strict=True)
+    assert weights[0] == weights[1]
+    assert specs[0] == specs[1]
+
+
+def test_a_model_with_adapters_is_refused_whenever_they_came(checkpoints: Callable[[str], Path]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3"))
+    qat = quantize_module(model, QATConfig(activations=False))
+    adapted = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj"]))
+    for refused in (qat.refresh, lambda: quantize_module(adapted, QATConfig(activations=False))):
+        with pytest.raises(ValueError, match="LoRA"):
+            refused()
 
 
 class _Magnitudes:

@@ -70,14 +70,24 @@ class Residence:
     def finish_gathers(self) -> None:
         """Gather what the optimizer leaves to the next forward pass: until then the parameters hold old values.
 
-        With ``overlap_param_gather`` these are the shards of other data-parallel ranks.
+        With ``overlap_param_gather`` these are the shards of other data-parallel ranks. What has been gathered since the last step is left
+        alone: Megatron may gather through the gradients' memory, and a refit may come while gradients are added up.
 
         Raises:
-            RefitError: as of :meth:`require_gathered`.
+            RefitError: as of :meth:`require_gathered`; or Megatron gathers through the gradients' memory what the optimizer has not put there.
         """
         for chunk in filter(_delays_gathers, self._model):
-            self.require_gathered(chunk)
-            chunk.start_param_sync(force_sync=True)
+            if not hasattr(chunk, "bucket_groups"):  # Megatron-FSDP
+                self.require_gathered(chunk)
+                chunk.start_param_sync(force_sync=True)
+                continue
+            groups = [group for group in _bucket_groups(chunk) if not _is_gathered(group)]
+            if groups:
+                self.require_gathered(chunk)
+                _require_staged(chunk, groups)
+            for group in groups:
+                # Not by a forced gather, which would leave what a layer-wise optimizer's gather under way has brought where it came.
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @property
     def delays_gathers(self) -> bool:
@@ -209,6 +219,29 @@ class _OnDevice(list[Any]):
 
 def _delays_gathers(chunk: Any) -> bool:
     return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False))
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    """What the parameters of Megatron's DDP are gathered by."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _is_gathered(group: Any) -> bool:
+    """Whether nothing is left to gather, or under way, since the gradients of the last step were summed up."""
+    return group.param_gather_dispatched and group.param_gather_handle is None
+
+
+def _require_staged(chunk: Any, groups: list[Any]) -> None:
+    """Check that a gather that has not begun would find parameters, not gradients, in the memory that both share."""
+    begun = all(group.param_gather_handle is not None for group in groups)
+    if chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and not begun:
+        raise RefitError(
+            "Megatron keeps parameters in MXFP8 and gathers them through the gradients' memory (reuse_grad_buf_for_mxfp8_param_ag), "
+            "where the optimizer puts them at the beginning of the next step: a gather now would make weights of gradients. Nothing "
+            "was sent. Before the refit call optimizer.prepare_model_params_for_param_sync(), and start_param_sync(force_sync=True) "
+            "of all model chunks; or set overlap_param_gather to false",
+            stage="export",
+        )
 
 
 def _buffers(chunk: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from ....integration.errors import RefitError
 from ....integration.layout import Fragment
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
-from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings
+from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings, changes_base
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
 from .casting import exported
 from .parameters import KeptTensors, require_known
@@ -33,8 +34,7 @@ class AdapterSource:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
-        whole = getattr(model, "_orig_mod", model)  # under torch.compile
-        model = base_model(whole)
+        whole, model = model, base_model(getattr(model, "_orig_mod", model))  # under torch.compile
         require_known(model)
         if not has_adapters(model):
             raise RefitError(
@@ -130,7 +130,7 @@ class AdapterSource:
         )
 
 
-def _only_adapter(model: torch.nn.Module, adapters: Adapters) -> str:
+def _only_adapter(model: Any, adapters: Adapters) -> str:
     """The adapter that the layers compute with, if that is all that the model has beside its base."""
     problems = []
     used: dict[str, None] = {}
@@ -148,6 +148,12 @@ def _only_adapter(model: torch.nn.Module, adapters: Adapters) -> str:
         problems.append(f"{len(trained)} trained parameters that are no factors: {shown}")
     if len(used) != 1:
         problems.append(f"{len(used)} active adapters{': ' if used else ''}{', '.join(used)}")
+    made = {name: model.peft_config[name].init_lora_weights for name in used}
+    problems += [
+        f"base weights that peft wrote as it made {name} (init_lora_weights={init!r})"
+        for name, init in made.items()
+        if changes_base(init)
+    ]
     if problems:
         raise RefitError(
             "policy.refit.lora=adapter sends the factors of one adapter, to an engine that holds the base model as it was "

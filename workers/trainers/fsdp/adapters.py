@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ....integration.errors import RefitError
+from .checkpoint import unwrapped_modules
 
 _FACTOR_HOLDERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
@@ -117,8 +118,7 @@ class Adapters:
         self.copies: dict[str, str | None] = {}
         self.targets: dict[str, LoraTarget] = {}
         problems: dict[str, None] = {}
-        for path, module in model.named_modules():
-            path = path.replace("_orig_mod.", "")
+        for path, module in unwrapped_modules(model):
             for problem in self._take(path, module):
                 problems[problem] = None
         problems |= dict.fromkeys(self._shared(model))

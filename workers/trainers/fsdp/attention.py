@@ -7,7 +7,7 @@ from torch import nn
 
 from ....integration.errors import RefitError
 from ...kv_scales.endpoints import AttentionLayer, layer_of_weight
-from .checkpoint import conversion_of
+from .checkpoint import conversion_of, unwrapped_modules
 
 
 def attention_modules(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
@@ -30,7 +30,7 @@ def attention_modules(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     # Not by parameters: adapters wrap projections.
     module_of = {
         f"{name}.{projection}.weight": module
-        for name, module in model.named_modules()
+        for name, module in unwrapped_modules(model)
         for projection in ("k_proj", "qkv_proj")
         if hasattr(module, projection)
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from ....integration.layout import box_of
 from .part import Part
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+# What torch calls a module in the one that it puts around it: torch.compile, and activation checkpointing, which accelerate takes too.
+_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,20 @@ def conversion_of(model: torch.nn.Module) -> Convert:
     return lambda state: revert_weight_conversion(model, state)
 
 
+def unwrapped(name: str) -> str:
+    """The name that a module or tensor has where torch has put nothing around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrapped_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As ``named_modules`` of a model in which torch has put nothing around modules."""
+    return (
+        (unwrapped(path), module)
+        for path, module in model.named_modules()
+        if _WRAPPED.isdisjoint(module._modules)
+    )
+
+
 def saved_names(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
     """The names of a state dict that are saved: without those to be ignored, and one name of a tied tensor.
 
@@ -64,7 +81,7 @@ def saved_names(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> li
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = [
         f"{path}.{key}" if path else key
-        for path, module in model.named_modules()
+        for path, module in unwrapped_modules(model)
         for key in getattr(module, "_tied_weights_keys", None) or ()
     ]
     names_of: dict[int, list[str]] = defaultdict(list)

@@ -9,21 +9,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment, box_of, layout_of, local_fragments
-from .checkpoint import saved_names
+from .checkpoint import saved_names, unwrapped
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module keeps a tensor; ``shard`` is FSDP's record of it, None for what FSDP does not manage."""
+    """Where a module keeps a tensor.
+
+    Attributes:
+        shard: FSDP's record of it; None for what FSDP does not manage, or a module that is not part of the model.
+        mesh: that its shards are on while nothing is gathered; None if it is not sharded.
+    """
 
     module: torch.nn.Module
     key: str
     shard: Any
+    mesh: DeviceMesh | None
 
     def tensor(self) -> torch.Tensor:
         """The tensor that is the truth now.
@@ -41,6 +48,11 @@ class _Place:
                     stage="bind",
                 )
             return buffer
+        if self.shard is None and self.mesh is not None and _mesh_of(registered) is not self.mesh:
+            # Gathered for a module around the model. FSDP's hook on this brings the shards back, as torch's own saving does.
+            self.module.state_dict()
+            registered = self.module._parameters[self.key]
+            assert registered is not None, "it was there before"
         gathered = self.shard is not None and self.shard.sharded_state.name != "SHARDED"
         return self.shard.sharded_param if gathered else registered
 
@@ -50,7 +62,8 @@ class KeptTensors:
 
     Args:
         model: ``fully_shard`` was applied to it or its modules, or to what holds it.
-        within: what holds it, if anything does; a ``PeftModel``, say.
+        within: the outermost module that holds it, if any does: a ``PeftModel``, or what torch.compile makes, to either of which
+            ``fully_shard`` may have been applied.
         named: the name that an entry of the state dict goes by here; None leaves it out.
 
     Attributes:
@@ -67,11 +80,8 @@ class KeptTensors:
         named: Callable[[str], str | None] = str,
     ):
         # Brings gathered parameters back to shards once, so that it and the modules show these.
-        state = {
-            name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
-            for name, tensor in model.state_dict(keep_vars=True).items()
-        }
-        self._root = within or model
+        state = {unwrapped(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._root = model if within is None else within  # a compiled module has a length, which fails
         places = _places(self._root)
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
         if strangers:
@@ -206,7 +216,7 @@ def _places(model: torch.nn.Module) -> dict[int, list[_Place]]:
     for module in model.modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                found[id(tensor)].append(_Place(module, key, shards.get(id(tensor))))
+                found[id(tensor)].append(_Place(module, key, shards.get(id(tensor)), _mesh_of(tensor)))
     return found
 
 
@@ -221,7 +231,11 @@ def _edges(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 def _paths(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """Where modules are, as :class:`KeptTensors` names their tensors."""
-    return {module: path.replace("_orig_mod.", "") or "the model" for path, module in model.named_modules()}
+    return {module: unwrapped(path) or "the model" for path, module in model.named_modules()}
+
+
+def _mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

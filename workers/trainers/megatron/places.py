@@ -1,4 +1,4 @@
-"""Where a model's modules hold the parameters of Bridge's tasks, which remember the parameters themselves."""
+"""Where a model's modules hold the parameters and buffers of Bridge's tasks, which remember these themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....integration.errors import RefitError
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter's place in the tree of a chunk's modules, and the dictionary that held it there at the last look."""
+    """A parameter's or buffer's place in the tree of a chunk's modules, and the dictionary that held it there at the last look."""
 
     chunk: Any
     module: str
@@ -22,7 +22,9 @@ class _Place:
 
 
 class Places:
-    """Follows parameters and modules that are replaced (``module.weight = Parameter(…)``) after the tasks were made.
+    """Follows parameters, buffers and modules that are replaced (``module.weight = Parameter(…)``) after the tasks were made.
+
+    Each ``module.to(…)`` to another device replaces the buffers, so those of a router's biases in an offloaded trainer.
 
     Args:
         model: Megatron model chunks of this rank.
@@ -34,8 +36,9 @@ class Places:
         places: dict[int, list[_Place]] = defaultdict(list)
         for chunk in model:
             for path, module in chunk.named_modules(remove_duplicate=False):
-                for leaf, parameter in module._parameters.items():
-                    places[id(parameter)].append(_Place(chunk, path, leaf, module._parameters))
+                for held in (module._parameters, module._buffers):
+                    for leaf, tensor in held.items():
+                        places[id(tensor)].append(_Place(chunk, path, leaf, held))
         self._places = {
             index: places[id(task.param_weight)]
             for index, task in enumerate(tasks)
@@ -105,4 +108,5 @@ def _looked_up(place: _Place) -> _Place:
     at = place.chunk
     for name in filter(None, place.module.split(".")):
         at = None if at is None else at._modules.get(name)
-    return dataclasses.replace(place, held={} if at is None else at._parameters)
+    holding = ({},) if at is None else (at._parameters, at._buffers)
+    return dataclasses.replace(place, held=next((held for held in holding if place.leaf in held), {}))

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..fsdp.checkpoint import CheckpointWeight, conversion_of, saved_names, trace_checkpoint
+from ..fsdp.adapters import has_adapters
+from ..fsdp.checkpoint import (
+    CheckpointWeight,
+    conversion_of,
+    saved_names,
+    trace_checkpoint,
+    unwrapped,
+    unwrapped_modules,
+)
 from ..fsdp.source import FSDPSource
 from .config import Linear, QATConfig, decoder_layers
 from .layers import quantize_experts, quantize_linear
@@ -30,16 +38,17 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         RefitError: the model's weights can't be told from its tensors.
     """
     model = getattr(model, "_orig_mod", model)  # under torch.compile
+    _require_no_adapters(model)
     weights = _weights_by_parameter(model)
     linears: list[Linear] = []
-    for path, module in model.named_modules():
+    for path, module in unwrapped_modules(model):
         if isinstance(module, nn.Linear):
             linears += _of_linear(path, module, weights)
         elif _is_stack(module):
             linears += _of_stack(path, module, weights)
     names = [weight.name for found in weights.values() for weight in found]
-    qat = QAT(config, linears, names, lambda: FSDPSource(model), _decoder_layers(model), group)
-    for path, module in model.named_modules():
+    qat = QAT(config, linears, names, lambda: _source_of(model), _decoder_layers(model), group)
+    for path, module in unwrapped_modules(model):
         held = {name: [w.name for w in weights.get(_joined(path, name), ())] for name in ("weight", *_STACKS)}
         if isinstance(module, nn.Linear) and qat.weights.intersection(held["weight"]):
             quantize_linear(module, qat.quantizer(*held["weight"]))
@@ -51,6 +60,19 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
     return qat
 
 
+def _require_no_adapters(model: nn.Module) -> None:
+    if has_adapters(model):
+        raise ValueError(
+            f"{type(model).__name__} has LoRA adapters, which add to weights that are quantized for themselves in training, and are merged "
+            "before they are quantized for the engine: it would compute something else. Train all weights, or without NVFP4"
+        )
+
+
+def _source_of(model: nn.Module) -> FSDPSource:
+    _require_no_adapters(model)  # that came in the meantime
+    return FSDPSource(model)
+
+
 def _decoder_layers(model: nn.Module) -> int | None:
     from transformers import PreTrainedModel
 
@@ -58,7 +80,7 @@ def _decoder_layers(model: nn.Module) -> int | None:
 
 
 def _weights_by_parameter(model: nn.Module) -> Weights:
-    state = model.state_dict(keep_vars=True)
+    state = {unwrapped(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     shapes = {name: (tuple(state[name].shape), state[name].dtype) for name in saved_names(model, state)}
     found: dict[str, list[CheckpointWeight]] = defaultdict(list)
     for weight in trace_checkpoint(conversion_of(model), shapes):
