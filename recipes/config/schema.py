@@ -30,7 +30,8 @@ class VllmConfig:
         attention_backend: vLLM's name of it, e.g. ``FLASH_ATTN``; null for vLLM's choice.
         seed_per_request: give each rollout its own seed, so that its samples do not depend on how vLLM batches it. Equal
             weights then give equal rollouts, up to rounding, and a resumed run samples the same ones. vLLM samples such
-            requests one after another in Python, for each token. False: each engine draws from one generator.
+            requests one after another in Python, for each token. False: each engine draws from one generator, which begins anew
+            at each step, so that a resumed run does not draw again what step 1 drew.
         speculative_config: vLLM's own settings of speculative decoding, e.g. ``{method: mtp, num_speculative_tokens: 1}``; empty
             for none. MTP layers that ``trainer.mtp_loss_scaling_factor`` trains follow each refit, other drafters keep their weights.
             Rollouts stay the policy's, which verifies each draft, and so do their log-probabilities.

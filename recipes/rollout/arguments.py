@@ -218,6 +218,15 @@ def engine_seed(seed: int, replica: int) -> int:
     return (seed * 1_000_003 + replica) % (1 << 31)
 
 
+def batch_seed(seed: int) -> int:
+    """A seed of its own for each call to an engine, of whose one generator all its requests draw.
+
+    Args:
+        seed: of the call, which is another one for each step, round and engine.
+    """
+    return seed % (1 << 31)
+
+
 def request_seed(seed: int, index: int) -> int:
     """A seed of its own for each request: the result does not depend on what an engine batches it with.
 
