@@ -65,11 +65,12 @@ class SglangConfig:
         ep_size: 1 cuts each expert; ``generation.tensor_parallel`` gives each rank whole experts.
         disable_cuda_graph: decode without CUDA graphs. Their memory stays allocated while a colocated engine sleeps.
         enable_deterministic_inference: kernels whose result does not depend on the batch, and a seed for each request; on
-            GPUs. False: each engine draws from one generator, batch by batch.
+            GPUs. False: each engine draws from one generator, batch by batch, which begins anew at each step.
         load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, as with vLLM.
         kv_cache_dtype: ``auto`` for the model's dtype, ``fp8`` for E4M3 (SGLang's ``fp8_e4m3``), as with vLLM. Calibrated scales
             need ``attention_backend`` ``fa3`` or ``triton``.
-        server_args: further arguments by name. Those that the recipe sets, or that refits can't support, are refused.
+        server_args: further arguments by name, those of speculative decoding too (``speculative_algorithm``), as vLLM's
+            ``speculative_config``. Those that the recipe sets, or that refits can't support, are refused.
     """
 
     asynchronous: bool = False
@@ -381,7 +382,8 @@ class TrainerConfig:
             (``generation.weight_dtype: fp8``). On GPUs from Hopper on.
         mtp_loss_scaling_factor: above 0 the trainer has the checkpoint's layers for multi-token prediction (MTP), which learn the
             rollouts' tokens; their loss has this weight (Megatron's name; 0.1 is usual), and its gradients end at these layers. They
-            are what vLLM drafts with (``generation.vllm.speculative_config``). 0: the trainer has none.
+            are what engines draft with (``generation.vllm.speculative_config``, ``generation.sglang.server_args``). 0: the trainer
+            has none.
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
         fsdp: see :class:`FSDPConfig`.

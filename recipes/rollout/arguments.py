@@ -144,7 +144,10 @@ def sglang_arguments(
     else:
         arguments |= {"device": "cpu", "sampling_backend": "pytorch"}
         arguments.setdefault("attention_backend", "torch_native")
-    return arguments | sglang.server_args
+    # The policy's own checkpoint is the drafter's default, too, and may be a folder of another name here.
+    given = sglang.server_args.items()
+    own = ("speculative_draft_model_path", config.model.path)
+    return arguments | {key: value for key, value in given if (key, value) != own}
 
 
 def with_sglang_environment(config: TrainConfig) -> TrainConfig:
