@@ -57,8 +57,8 @@ class SglangConfig:
     Attributes:
         asynchronous: send each rollout as its own request (``Engine.async_generate``); requests and refits share the engine's
             event loop. False passes a step's prompts to ``Engine.generate`` at once, and equal runs give equal rollouts.
-        context_length: longest prompt and completion together, plus 8 tokens that SGLang keeps free; null for the longest
-            that the recipe produces.
+        context_length: longest prompt and completion together, plus 8 tokens that SGLang keeps free, and those
+            that it drafts; null for the longest that the recipe produces.
         max_running_requests: most sequences of a decoding batch; null for SGLang's default.
         mem_fraction_static: fraction of a GPU's memory for weights and KV cache, above 0 and below 1; null for SGLang's default.
         attention_backend: SGLang's name of it, e.g. ``fa3``; null for SGLang's choice, or ``torch_native`` on CPUs.
