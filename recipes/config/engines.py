@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...workers.engines.sglang.compat import KEEPS_PREFIXES, STORES
+from ...workers.engines.sglang.drafters import has_drafter
 from .errors import Violation
 from .schema import TrainConfig
 
@@ -154,6 +155,8 @@ _WEIGHT_DTYPE = "generation.weight_dtype"
 _OVERRIDES = "json_model_override_args"
 # SGLang keeps the last tokens of a context for itself: a prompt has to end 7 before it, and a completion 2.
 _KEPT_FREE = 8
+# How many tokens it drafts, which it keeps free besides. Its own choice is by the model's architecture.
+DRAFT_SIZES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 # Server arguments that have keys of the recipe.
 _KEYS = {
     "model_path": "model.path",
@@ -185,7 +188,8 @@ _REFUSED = {
     "disaggregation_mode": "has queues that no refit flushes",
     "quantization": "is for weights that no refit can be written into; FP8 blocks are generation.weight_dtype",
     "quantization_param_path": "makes scales of a cache in a form that neither kernels nor refits take",
-    "speculative_algorithm": "drafts, and no recipe has run with SGLang's drafts",
+    "speculative_draft_model_quantization": "is for weights that no refit can be written into",
+    "speculative_adaptive": "drafts more tokens than the recipe leaves room for in a context",
     "enable_lora": "keeps adapters beside the weights, and refits bring none to SGLang",
     "preferred_sampling_params": "would sample from another distribution than the trainer computes",
     "trust_remote_code": "would run code that comes with a checkpoint",
@@ -198,7 +202,22 @@ _RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 def needed_context(config: TrainConfig) -> int:
     """The shortest ``context_length`` with which SGLang neither refuses a prompt of the recipe nor ends a completion early."""
-    return config.data.max_prompt_tokens + config.generation.max_new_tokens + _KEPT_FREE
+    return config.data.max_prompt_tokens + config.generation.max_new_tokens + _kept_free(config)
+
+
+def unsized_drafts(config: TrainConfig) -> list[str]:
+    """Those of :data:`DRAFT_SIZES` that SGLang is not told."""
+    given = config.generation.sglang.server_args
+    return [name for name in DRAFT_SIZES if not isinstance(given.get(name), int) or given[name] < 1]
+
+
+def _kept_free(config: TrainConfig) -> int:
+    given = config.generation.sglang.server_args
+    if not has_drafter(given.get("speculative_algorithm")) or unsized_drafts(config):
+        return _KEPT_FREE
+    # As SGLang computes it (managers/utils.py, compute_num_reserved_tokens), with the draft tokens that it makes of one branch.
+    steps, branches, tokens = (given[name] for name in DRAFT_SIZES)
+    return _KEPT_FREE + max(steps * branches, steps + 1, tokens)
 
 
 def sglang_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
@@ -229,7 +248,7 @@ def context_violations(config: TrainConfig, positions: int) -> Iterator[Violatio
     elif given is None and needed > positions:
         yield Violation(
             ("generation.max_new_tokens", "data.max_prompt_tokens", "model.path", _BACKEND),
-            f"generation.max_new_tokens: prompts and completions, with {_KEPT_FREE} tokens that SGLang keeps free, reach {needed} "
+            f"generation.max_new_tokens: prompts and completions, with {_kept_free(config)} tokens that SGLang keeps free, reach {needed} "
             f"tokens, more than the model's {positions} positions (max_position_embeddings); shorten either by {needed - positions}",
         )
 
@@ -277,7 +296,7 @@ def _sglang_engine(config: TrainConfig) -> Iterator[Violation]:
         yield Violation(
             (f"{_SECTION}.context_length", "data.max_prompt_tokens", "generation.max_new_tokens"),
             f"{_SECTION}.context_length: {longest} is less than data.max_prompt_tokens + generation.max_new_tokens + the "
-            f"{_KEPT_FREE} that SGLang keeps free = {needed}, so that it would end completions early; give at least {needed}, "
+            f"{_kept_free(config)} that SGLang keeps free = {needed}, so that it would end completions early; give at least {needed}, "
             "or null",
         )
     sizes = sorted({1, generation.tensor_parallel})

@@ -30,7 +30,8 @@ class VllmConfig:
         attention_backend: vLLM's name of it, e.g. ``FLASH_ATTN``; null for vLLM's choice.
         seed_per_request: give each rollout its own seed, so that its samples do not depend on how vLLM batches it. Equal
             weights then give equal rollouts, up to rounding, and a resumed run samples the same ones. vLLM samples such
-            requests one after another in Python, for each token. False: each engine draws from one generator.
+            requests one after another in Python, for each token. False: each engine draws from one generator, which begins anew
+            at each step, so that a resumed run does not draw again what step 1 drew.
         speculative_config: vLLM's own settings of speculative decoding, e.g. ``{method: mtp, num_speculative_tokens: 1}``; empty
             for none. MTP layers that ``trainer.mtp_loss_scaling_factor`` trains follow each refit, other drafters keep their weights.
             Rollouts stay the policy's, which verifies each draft, and so do their log-probabilities.
@@ -56,19 +57,20 @@ class SglangConfig:
     Attributes:
         asynchronous: send each rollout as its own request (``Engine.async_generate``); requests and refits share the engine's
             event loop. False passes a step's prompts to ``Engine.generate`` at once, and equal runs give equal rollouts.
-        context_length: longest prompt and completion together, plus 8 tokens that SGLang keeps free; null for the longest
-            that the recipe produces.
+        context_length: longest prompt and completion together, plus 8 tokens that SGLang keeps free, and those
+            that it drafts; null for the longest that the recipe produces.
         max_running_requests: most sequences of a decoding batch; null for SGLang's default.
         mem_fraction_static: fraction of a GPU's memory for weights and KV cache, above 0 and below 1; null for SGLang's default.
         attention_backend: SGLang's name of it, e.g. ``fa3``; null for SGLang's choice, or ``torch_native`` on CPUs.
         ep_size: 1 cuts each expert; ``generation.tensor_parallel`` gives each rank whole experts.
         disable_cuda_graph: decode without CUDA graphs. Their memory stays allocated while a colocated engine sleeps.
         enable_deterministic_inference: kernels whose result does not depend on the batch, and a seed for each request; on
-            GPUs. False: each engine draws from one generator, batch by batch.
+            GPUs. False: each engine draws from one generator, batch by batch, which begins anew at each step.
         load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, as with vLLM.
         kv_cache_dtype: ``auto`` for the model's dtype, ``fp8`` for E4M3 (SGLang's ``fp8_e4m3``), as with vLLM. Calibrated scales
             need ``attention_backend`` ``fa3`` or ``triton``.
-        server_args: further arguments by name. Those that the recipe sets, or that refits can't support, are refused.
+        server_args: further arguments by name, those of speculative decoding too (``speculative_algorithm``), as vLLM's
+            ``speculative_config``. Those that the recipe sets, or that refits can't support, are refused.
     """
 
     asynchronous: bool = False
@@ -380,7 +382,8 @@ class TrainerConfig:
             (``generation.weight_dtype: fp8``). On GPUs from Hopper on.
         mtp_loss_scaling_factor: above 0 the trainer has the checkpoint's layers for multi-token prediction (MTP), which learn the
             rollouts' tokens; their loss has this weight (Megatron's name; 0.1 is usual), and its gradients end at these layers. They
-            are what vLLM drafts with (``generation.vllm.speculative_config``). 0: the trainer has none.
+            are what engines draft with (``generation.vllm.speculative_config``, ``generation.sglang.server_args``). 0: the trainer
+            has none.
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
         fsdp: see :class:`FSDPConfig`.

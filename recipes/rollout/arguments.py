@@ -144,7 +144,10 @@ def sglang_arguments(
     else:
         arguments |= {"device": "cpu", "sampling_backend": "pytorch"}
         arguments.setdefault("attention_backend", "torch_native")
-    return arguments | sglang.server_args
+    # The policy's own checkpoint is the drafter's default, too, and may be a folder of another name here.
+    given = sglang.server_args.items()
+    own = ("speculative_draft_model_path", config.model.path)
+    return arguments | {key: value for key, value in given if (key, value) != own}
 
 
 def with_sglang_environment(config: TrainConfig) -> TrainConfig:
@@ -216,6 +219,15 @@ def engine_seed(seed: int, replica: int) -> int:
         replica: the engine's number.
     """
     return (seed * 1_000_003 + replica) % (1 << 31)
+
+
+def batch_seed(seed: int) -> int:
+    """A seed of its own for each call to an engine, of whose one generator all its requests draw.
+
+    Args:
+        seed: of the call, which is another one for each step, round and engine.
+    """
+    return seed % (1 << 31)
 
 
 def request_seed(seed: int, index: int) -> int:

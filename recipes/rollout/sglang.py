@@ -14,7 +14,7 @@ from ...workers.engines.common.completion import Completion
 from ...workers.engines.sglang.callers import EngineCaller
 from ...workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from ..config.schema import TrainConfig
-from .arguments import request_seed, sglang_arguments
+from .arguments import batch_seed, request_seed, sglang_arguments
 from .base import Sampling
 from .engine import EngineActor, EngineRollouts, require_ended
 
@@ -103,6 +103,8 @@ class SglangActor(EngineActor):
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         version = self._calls.do(self._served)
+        # By the step, so that a run that resumes draws on as one that was not interrupted.
+        self._calls.do(self._calls.refit.seed, batch_seed(sampling.seed))
         parameters = [
             {
                 "max_new_tokens": sampling.max_new_tokens,

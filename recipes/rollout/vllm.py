@@ -12,7 +12,7 @@ from ...integration.config import RefitConfig
 from ...workers.engines.common.completion import Completion
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup
-from .arguments import engine_seed, request_seed, vllm_arguments, vllm_bundles
+from .arguments import batch_seed, engine_seed, request_seed, vllm_arguments, vllm_bundles
 from .base import Sampling
 from .engine import EngineActor, EngineRollouts, require_ended
 
@@ -64,6 +64,9 @@ class VllmActor(EngineActor):
         from vllm import SamplingParams
 
         version = self._driver.serving_version()
+        if not self._seeded:
+            # By the step, so that a run that resumes draws on, and not what it drew at first.
+            self._driver.seed(batch_seed(sampling.seed))
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rlrefit.workers.engines.sglang.callers import EngineCaller
-from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.recipes.rollout.sglang import SglangActor
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.families.chains import successors
 
@@ -92,6 +91,8 @@ def run_scheduler(*arguments: Any, **named: Any) -> Any:
 class Drafting:
     """An engine that was started from the first of two checkpoints, and the digests of what SGLang loads from each of them.
 
+    A recipe's actor has started it, and drives it.
+
     Args:
         paths: of checkpoints that give each token one successor. MTP layers of the first are always wrong, of the second always right.
         chains: their successors.
@@ -102,6 +103,7 @@ class Drafting:
     def __init__(
         self, paths: Sequence[str], chains: Sequence[Sequence[int]], device: str = "cpu", **settings: Any
     ) -> None:
+        import sglang
         from sglang.srt.entrypoints.engine import Engine
 
         class Interpreted(Engine):
@@ -115,8 +117,10 @@ class Drafting:
                 patch.setenv("TRITON_INTERPRET", "1")
                 # It takes a NCCL that it finds for a sign of GPUs.
                 patch.setenv("SGLANG_NCCL_SO_PATH", os.devnull)
-            self.engine = (Interpreted if device == "cpu" else Engine)(model_path=paths[0], **given)
-        self.refit = SglangRefit(EngineCaller(self.engine))
+                patch.setattr(sglang, "Engine", Interpreted)
+            self.actor = SglangActor()
+            self.actor.build(paths[0], given, ())
+        self.engine, self.refit = self.actor._engine, self.actor._calls.refit
         self.refit.calls.extend(DIGESTS)
         self.expected = [self.digests()]
         self.load(1)

@@ -112,6 +112,8 @@ class WorkerDouble(DestinationRefitMixin):
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.undefined = ""
+        # That it was begun anew with.
+        self.seeds: list[int] = []
         # Weights that are held in blocks, and whether the refit has to write them in SGLang's place.
         self.blocks: dict[str, Format] = {}
         self.placing = False
@@ -184,6 +186,10 @@ class WorkerDouble(DestinationRefitMixin):
     def discard(self, why: str) -> dict[str, Any]:
         self.undefined = why
         self.holder.poison()
+        return {}
+
+    def seed(self, seed: int) -> dict[str, Any]:
+        self.seeds.append(seed)
         return {}
 
     def memory(self, restart: bool) -> dict[str, Any]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, PlanError
+from rlrefit.recipes.config.drafting import MTP
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.rollout.arguments import sglang_arguments
+from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.workers.engines.common.drafted import mtp_weights
 from rlrefit.workers.engines.sglang.sender import SglangSender
-from tests.families.chains import write_chain
+from tests import megatron_trainers
+from tests.families.chains import SIZE, successors, write_chain
+from tests.gpu.vllm_checkpoints import read_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource
 
-from .drafting_engine import Drafting
+from .drafting_engine import DIGESTS, DRAFTING, PROMPTS, TOKENS, Drafting
 from .test_real_engine import CONFIG, Trainer
 
 pytestmark = [
@@ -24,9 +33,27 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 CPU = torch.device("cpu")
-LAYERS = 2
+MODEL, LAYERS = "glm4_moe", 2
 # Of sizes that its kernels in Triton have.
 GLM = {"head_dim": 64, "max_position_embeddings": 512, "norm_topk_prob": True, "moe_intermediate_size": 64}
+
+
+def arguments_of_a_recipe(path: Path) -> dict[str, Any]:
+    """With which a recipe starts an engine without GPUs, and the tests' own loader."""
+    server = {name: value for name, value in DRAFTING.items() if name.startswith("speculative_")}
+    server |= {"disable_radix_cache": True, "max_total_tokens": 4096, "skip_server_warmup": True}
+    config = load_config(
+        "grpo_tiny_sglang",
+        [
+            f"model.path={path}",
+            f"{MTP}=0.1",
+            "generation.sglang.attention_backend=triton",
+            f"+generation.sglang.server_args={json.dumps(server).replace('"', '')}",
+            "ray.address=of_a_cluster_with_gpus",
+        ],
+    )
+    found = sglang_arguments(config, json.loads((path / "config.json").read_text()), 0, 0)
+    return found | {"custom_weight_loader": [*found["custom_weight_loader"], DIGESTS]}
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +61,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
     folder = tmp_path_factory.mktemp("drafting")
     paths = [folder / str(index) for index in (0, 1)]
     chains = [
-        write_chain("glm4_moe", path, index, drafts=index == 1, changes=GLM)
-        for index, path in enumerate(paths)
+        write_chain(MODEL, path, index, drafts=index == 1, changes=GLM) for index, path in enumerate(paths)
     ]
-    found = Drafting([str(path) for path in paths], chains)
+    found = Drafting([str(path) for path in paths], chains, **arguments_of_a_recipe(paths[0]))
     yield found
     found.engine.shutdown()
 
@@ -130,3 +156,53 @@ def test_a_trainer_without_a_part_of_the_mtp_layers_is_refused_and_one_without_a
         assert digest == (before if kept else scene.expected[1])[name], name
     # What it drafts with the old layers is of no chain that the model follows.
     assert scene.drafts(1) < 1
+
+
+@pytest.fixture(scope="module")
+def trainers(scene: Drafting) -> Iterator[megatron_trainers.Trainers]:
+    found = megatron_trainers.Trainers({MODEL: scene.paths}, mtp_loss_scaling_factor=0.1)
+    yield found
+    found.close()
+
+
+def test_a_recipes_engine_drafts_with_what_a_megatron_trainer_sends_and_tells_the_policys_probabilities(
+    scene: Drafting, trainers: megatron_trainers.Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.load(0)
+    meeting = trainers.do("open", MODEL, 1)[0]
+    joining = trainers.start("join", MODEL, meeting)
+    config = RefitConfig(**megatron_trainers.CONFIG)
+    [found] = scene.actor.init_refit(meeting, megatron_trainers.RANKS, config, "nccl_xfer")
+    joining.result()
+    assert found["unused"] == 0
+    norms = [read_checkpoint(path)["model.norm.weight"].double() for path in scene.paths]
+    for version, index in enumerate((1, 0, 1), 40):
+        scene.poison()
+        sending = trainers.start("refit", MODEL, index, version)
+        [record] = scene.actor.refit(version)
+        assert all(isinstance(sent, dict) for sent in sending.result())
+        assert record["version"] == version
+        assert scene.digests() == scene.expected[index]
+        assert scene.drafts(index) == index
+        chain, norm = scene.chains[index], norms[index]
+        # On CPUs SGLang takes the most probable token of drafts at each temperature, and tells its probability at that one.
+        for temperature in (0.0, 4.0):
+            told = scene.actor.generate(PROMPTS, Sampling(TOKENS, temperature, 0))
+            for one, prompt in zip(told, PROMPTS, strict=True):
+                assert (len(one.token_ids), one.finished, one.version) == (TOKENS, False, version)
+                last = prompt[-1]
+                for token, logprob in zip(one.token_ids, one.logprobs, strict=True):
+                    # The token's own direction alone is left before the head.
+                    logits = torch.zeros(SIZE, dtype=torch.float64)
+                    logits[chain[last]] = norm[last] * SIZE**0.5 / (temperature or 1)
+                    assert abs(logprob - float(logits.log_softmax(0)[token])) < 0.05
+                    last = token
+    # A token that ends a completion leaves nothing of what was drafted behind it.
+    for length in range(1, TOKENS):
+        follow = successors(PROMPTS[0], [scene.chains[1]] * length)
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.actor, "_stop", (follow[-1],))
+            [ended] = scene.actor.generate(PROMPTS[:1], Sampling(TOKENS, 0.0, 0))
+        assert ended.token_ids == follow[: follow.index(follow[-1]) + 1]
+        assert ended.finished
+    trainers.do("close", MODEL)

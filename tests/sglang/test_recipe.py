@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -291,6 +292,14 @@ def test_requests_have_seeds_of_their_own_and_the_recipes_temperature(served: Ru
     assert len({each["sampling_seed"] for each in parameters}) == 2
 
 
+def test_each_call_begins_the_engines_generator_anew_by_its_seed_wherever_the_run_began(served: Run) -> None:
+    served.refit(1, 0)
+    for seed in (5, 6, 5):
+        served.actor.generate([[7, 4]], replace(SAMPLING, seed=seed))
+    first, other, again = served.engine.tokenizer_manager.worker.seeds
+    assert first == again != other
+
+
 def test_a_completion_that_sglang_cut_short_is_no_rollout(served: Run) -> None:
     served.refit(1, 0)
     for reason in ({"type": "length"}, {"type": "abort"}):
@@ -331,7 +340,7 @@ _SHORT = (
 )
 _TURNS = f"{ENABLED}=true"
 _RUNS = {
-    "apart": (),
+    "apart": ("checkpoint.every=1", "checkpoint.keep=2"),
     "in_turns": (
         _TURNS,
         "generation.colocated.multi_stage_wake_up=false",
@@ -355,7 +364,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[di
     root = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield {name: run(root, name, *_SHORT, *of, timeout_s=590) for name, of in _RUNS.items()}
+        ran = {name: run(root, name, *_SHORT, *of, timeout_s=590) for name, of in _RUNS.items()}
+        shutil.copytree(root / "apart", root / "resumed")
+        shutil.rmtree(root / "resumed" / "checkpoints" / f"step_{STEPS:06d}")
+        ran["resumed"] = run(root, "resumed", *_SHORT, *_RUNS["apart"], "resume=true", timeout_s=590)
+        yield ran
 
 
 @pytest.mark.timeout(1800)
@@ -379,3 +392,10 @@ def test_no_number_of_a_blocking_run_depends_on_the_path_of_the_weights_or_on_wh
     runs: dict[str, list[dict[str, Any]]],
 ) -> None:
     assert numbers(runs["in_turns"]) == numbers(runs["apart"])
+
+
+@pytest.mark.timeout(1800)
+def test_a_blocking_run_that_resumes_draws_on_as_one_that_was_not_interrupted(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert numbers(runs["resumed"]) == numbers(runs["apart"])

@@ -81,8 +81,14 @@ def test_a_tokenizer_without_a_padding_token_and_one_with_a_token_behind_the_emb
 class Driver:
     """Answers as vLLM does; keeps the parameters."""
 
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
     def serving_version(self) -> int:
         return 3
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
 
     def generate(self, prompts: list[Any], parameters: list[Any]) -> list[Any]:
         self.parameters = parameters
@@ -97,7 +103,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_seeds_requests_where_the_recipe_says_so(
+def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_draws_by_the_seed_of_the_call_or_of_its_requests(
     seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
@@ -110,6 +116,8 @@ def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_seeds_requests_where_the_
     assert [p.stop_token_ids for p in driver.parameters] == [list(STOP)] * 3
     assert len({p.seed for p in driver.parameters}) == (3 if seeded else 1)
     assert (None in {p.seed for p in driver.parameters}) is not seeded
+    actor.generate([[1], [2], [3]], Sampling(2, 1.0, 6))
+    assert len(set(driver.seeds)) == (0 if seeded else 2)
 
 
 @pytest.mark.parametrize(

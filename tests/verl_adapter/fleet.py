@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +80,20 @@ class ShardFleet:
             timeout=120,
         )
         return found.token_ids, found.log_probs, found.extra_fields.get("global_steps")
+
+    def continued(self, replica: int, prompt: list[int], tokens: int) -> list[int]:
+        """The most probable tokens after a prompt, by a replica's server."""
+        self.asked += 1
+        sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+        asked = self.replicas[replica].server_handle.generate.remote(
+            prompt_ids=prompt, sampling_params=sampling, request_id=f"probe-{self.asked}"
+        )
+        found: list[int] = ray.get(asked, timeout=120).token_ids
+        return found
+
+    def told_by_server(self, replica: int, ask: Callable[[Any], Any]) -> Any:
+        """What a function finds in the process of a replica's server."""
+        return ray.get(self.replicas[replica].server_handle.__ray_call__.remote(ask), timeout=120)
 
     def hand_over(self, replica: int, checkpoint: Path) -> None:
         """A whole model by verl's own hand-over, as of a trainer on the replica's GPU."""

@@ -25,6 +25,7 @@ _FUSIONS = (
     "bias_dropout_fusion",
     "cross_entropy_loss_fusion",
     "masked_softmax_fusion",
+    "moe_permute_fusion",
     "persist_layer_norm",
 )
 _ON_CPUS = tuple(f"+{_TRANSFORMER}.{name}=false" for name in _FUSIONS)
@@ -55,13 +56,19 @@ class MegatronActor(ActorRolloutRefWorker):
 
         Parameters that verl offloads are back meanwhile, as for a step, and are offloaded afterwards.
         """
-        engine = self.actor.engine
-        checkpoint = Path(engine.model_config.local_path)
+        checkpoint = Path(self.actor.engine.model_config.local_path)
         shapes = {name: held.shape for name, held in load_file(checkpoint / "model.safetensors").items()}
         whole = {name: weight(name, shape, version).bfloat16() for name, shape in shapes.items()}
-        with tempfile.TemporaryDirectory() as folder, engine.train_mode():
+        with tempfile.TemporaryDirectory() as folder:
             shutil.copy(checkpoint / "config.json", folder)
             save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            self.take_on(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_on(self, folder: str) -> None:
+        """As :meth:`change`, with the weights of a checkpoint."""
+        engine = self.actor.engine
+        with engine.train_mode():
             engine.bridge.load_hf_weights(engine.module, folder)
         if engine.is_param_offload_enabled and get_device_name() == "cpu":
             _offload_on_a_cpu(engine.module)

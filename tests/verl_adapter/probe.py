@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from rlrefit.workers.engines.vllm.drafters import live_drafter
 from rlrefit.workers.engines.vllm.extension import _digest_of
 from rlrefit.workers.frameworks.verl.extension import VerlRefitExtension
 from rlrefit.workers.frameworks.verl.orders import Order
@@ -56,3 +57,21 @@ class ShardProbe(Probe, VerlRefitExtension):
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         super()._refit_as_ordered(order)
+
+
+class DraftingProbe(ShardProbe):
+    """The same of a worker that drafts; it tells the drafter's own parameters too."""
+
+    def probe_poison(self) -> None:
+        super().probe_poison()
+        with torch.no_grad():
+            for parameter in live_drafter(self.model_runner).parameters():
+                parameter.fill_(float("nan"))
+
+    def _probe_more(self) -> dict[str, Any]:
+        own = {
+            name: digest
+            for name, digest in self.refit_parameter_digests().items()
+            if name.startswith("drafter.")
+        }
+        return super()._probe_more() | {"drafter": own}

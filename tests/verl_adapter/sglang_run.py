@@ -58,13 +58,18 @@ class Seen:
     errors: dict[int, tuple[str, float]] = field(default_factory=dict)
 
 
-def settings(tensor_parallel: int, *more: str) -> tuple[str, ...]:
+def engine_settings(added: str, **changes: Any) -> dict[str, Any]:
+    """Of such an engine, with some changed and another custom weight loader."""
+    return _ENGINE | changes | {"custom_weight_loader": [LOADER, PROBE, added]}
+
+
+def settings(tensor_parallel: int, *more: str, engine: dict[str, Any] | None = None) -> tuple[str, ...]:
     """Overrides of verl's configuration for such a server on CPUs."""
     return (
         f"{_ROLLOUT}.name=sglang",
         f"{_ROLLOUT}.tensor_model_parallel_size={tensor_parallel}",
         f"{_ROLLOUT}.load_format=dummy",
-        f"+{_ROLLOUT}.engine_kwargs.sglang={_as_hydra(_ENGINE)}",
+        f"+{_ROLLOUT}.engine_kwargs.sglang={_as_hydra(engine or _ENGINE)}",
         *more,
     )
 

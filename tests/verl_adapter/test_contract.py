@@ -230,7 +230,7 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
     if is_shards:
         assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V2_MODEL_RUNNER == "0"
         assert made.options.refit.bucket_mb == asked.update_weights_bucket_megabytes
-        assert asked_violations(rollout, made.options.refit) == []
+        assert asked_violations(rollout, made.options.refit, config.actor_rollout_ref.model, "fsdp2") == []
         quantizes = made.options.refit.trainer_quantize_fp8
         assert quantizes == (way == "rlrefit_sync_fp8") == (rollout.quantization == "fp8")
 
@@ -317,10 +317,9 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
             "dtype": "bfloat16",
             "quantization": "fp8",
             "qat": {"enable": True},
-            "mtp": {"enable": True, "enable_rollout": True},
-            "engine_kwargs": {"vllm": {"quantization": "awq", "speculative_config": {"method": "eagle"}}},
+            "engine_kwargs": {"vllm": {"quantization": "awq"}},
         },
-        "model": {"lora_rank": 8, "lora": {"merge": False}},
+        "model": {"path": "p", "lora_rank": 8, "lora": {"merge": False}, "mtp": DRAFTS},
     }
     with pytest.raises(RefitError) as error:
         source_of(
@@ -331,7 +330,7 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
         "nccl_xfer_shards.trainer_quantize_mxfp4 is true",
         *("veomni", "quantization-aware", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
-        *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),
+        *("vllm.quantization is awq", "enable_rollout: it drafts with MTP layers", "backend=nccl_xfer"),
     ):
         assert part in str(error.value)
 
@@ -387,6 +386,9 @@ QUANTIZES = RefitConfig(trainer_quantize_fp8=True)
 
 
 EXTENDED = {"worker_extension_cls": EXTENSION}
+# As verl's model.mtp, whose sizes are not asked for.
+TRAINS = {"enable": True, "enable_rollout": False, "method": "mtp", "speculative_algorithm": "EAGLE"}
+DRAFTS = TRAINS | {"enable_rollout": True}
 
 
 def speculating(config: Any) -> dict[str, Any]:
@@ -403,8 +405,6 @@ def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
         (speculating({"method": "ngram"}), RefitConfig(), None),
         (speculating({"model": "ngram"}), RefitConfig(), None),
         (speculating({"method": "suffix"}), RefitConfig(), None),
-        (speculating('{"method": "mtp"}'), RefitConfig(), "a drafter"),
-        (speculating({"model": "eagle"}), RefitConfig(), "a drafter"),
         ({"quantization": "fp8", "qat": {"enable": False}}, QUANTIZES, None),
         ({"quantization": None}, QUANTIZES, None),  # the checkpoint's own may be FP8
         ({"quantization": "torchao"}, QUANTIZES, "rollout.quantization is torchao"),
@@ -419,7 +419,6 @@ def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
         (of_sglang() | {"quantization": "fp8"}, QUANTIZES, None),
         (of_sglang("another"), RefitConfig(), f"custom_weight_loader=[{LOADER}]"),
         (of_sglang(speculative_algorithm="NGRAM"), RefitConfig(), None),
-        (of_sglang(speculative_algorithm="EAGLE"), RefitConfig(), "speculative_algorithm is EAGLE"),
         (of_sglang(quantization="w8a8_int8"), RefitConfig(), "sglang.quantization is w8a8_int8"),
         (of_sglang() | {"data_parallel_size": 2}, RefitConfig(), "rollout.data_parallel_size is 2"),
         (
@@ -434,13 +433,58 @@ def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_rollout_with_a_drafter_of_weights_or_another_format_is_refused(
+def test_a_rollout_of_another_engine_or_format_is_refused(
     rollout: dict[str, Any], config: RefitConfig, told: str | None
 ) -> None:
     of_vllm = {"name": "vllm", "engine_kwargs": {"vllm": EXTENDED}}
-    found = asked_violations(OmegaConf.create(of_vllm | rollout), config)
+    found = asked_violations(OmegaConf.create(of_vllm | rollout), config, OmegaConf.create({}), "fsdp2")
     assert len(found) == (told is not None)
     assert (told or "") in "".join(found)
+
+
+OF_VLLM = {"name": "vllm", "engine_kwargs": {"vllm": EXTENDED}}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "mtp", "strategy", "told"),
+    [
+        (OF_VLLM, DRAFTS, "megatron", None),
+        (OF_VLLM, DRAFTS, "fsdp2", "these actors don't have"),
+        (OF_VLLM, DRAFTS | {"enable": False}, "fsdp2", None),  # verl reads the rest only with it
+        (speculating({"num_speculative_tokens": 2}), DRAFTS, "megatron", None),
+        (speculating({"method": "eagle3", "model": "eagle"}), DRAFTS, "megatron", "names a drafter (eagle)"),
+        (speculating({"method": "mtp", "model": "policy"}), TRAINS, "megatron", None),
+        (speculating('{"method": "mtp"}'), TRAINS, "megatron", None),
+        (speculating('{"method": "mtp"}'), TRAINS | {"enable": False}, "megatron", "these actors don't have"),
+        (speculating({"method": "mtp", "model": "another"}), TRAINS, "megatron", "names a drafter (another)"),
+        (speculating({"model": "eagle"}), TRAINS, "megatron", "names a drafter (eagle)"),
+        (of_sglang(), DRAFTS, "megatron", None),
+        (of_sglang(), DRAFTS, "fsdp2", "these actors don't have"),
+        (of_sglang(speculative_algorithm="NGRAM"), DRAFTS, "fsdp2", "these actors don't have"),  # verl's wins
+        (of_sglang(speculative_algorithm="EAGLE"), TRAINS, "megatron", None),
+        (of_sglang(speculative_algorithm="EAGLE3"), TRAINS, "megatron", "names a drafter (EAGLE3)"),
+        (
+            of_sglang(speculative_algorithm="EAGLE", speculative_draft_model_path="another"),
+            TRAINS,
+            "megatron",
+            "names a drafter (another)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rollout_may_draft_with_mtp_layers_that_the_actors_have_and_with_no_other_weights(
+    rollout: dict[str, Any], mtp: dict[str, Any], strategy: str, told: str | None
+) -> None:
+    model = OmegaConf.create({"path": "policy", "mtp": mtp})
+    found = asked_violations(OmegaConf.create({"name": "vllm"} | rollout), RefitConfig(), model, strategy)
+    assert len(found) == (told is not None)
+    assert (told or "") in "".join(found)
+
+
+def test_codes_and_scales_for_a_drafter_are_refused() -> None:
+    model = OmegaConf.create({"path": "policy", "mtp": DRAFTS})
+    rollout = OmegaConf.create(OF_VLLM | {"quantization": "fp8"})
+    (found,) = asked_violations(rollout, QUANTIZES, model, "megatron")
+    assert "trainer_quantize_fp8=false" in found
 
 
 def quant_config(name: str, block: list[int] | None = None, *, serialized: bool = True) -> SimpleNamespace:

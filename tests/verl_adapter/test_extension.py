@@ -135,7 +135,9 @@ def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes
 
     config = RefitConfig(timeout_s=LIMIT_S)
     worker.vllm_config = SimpleNamespace(
-        quant_config=Fp8Config(), speculative_config=SimpleNamespace(method="mtp")
+        quant_config=Fp8Config(),
+        model_config=SimpleNamespace(model="policy"),
+        speculative_config=SimpleNamespace(method="mtp", model="another"),
     )
     spec = TensorSpec("w", (4,), torch.float32)
     source = SyntheticSource([spec], {"w": [((0, 4),)]})

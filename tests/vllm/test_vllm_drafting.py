@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm_checkpoints import PLAIN_EXPERTS, read_checkpoint
 from vllm_engines import GEN_RANKS, ScriptEngine
-from vllm_trainers import Trainers
 
 from tests.families.chains import SIZE, successors, write_chain
+from tests.megatron_trainers import Trainers
 from tests.vllm_processes import forked_engines
 
 pytestmark = pytest.mark.timeout(600)

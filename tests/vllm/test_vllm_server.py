@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import requests
 from vllm_checkpoints import dense_config, write_checkpoint
-from vllm_trainers import CONFIG, RANKS, Trainers
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
 from rlrefit.workers.engines.http_client import RefitClient
+from tests.megatron_trainers import CONFIG, RANKS, Trainers
 from tests.spawn import free_port
 from tests.vllm_servers import BACKEND, ENVIRONMENT, running, serve_routes, serving, write_tokenizer
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from vllm_trainers import CONFIG, RANKS
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
 from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper, VllmSleeper
 from rlrefit.workers.engines.vllm.driver import Generated, PauseMode, VllmDriver
 from rlrefit.workers.engines.vllm.plugin import transfer_config
+from tests.megatron_trainers import CONFIG, RANKS
 from tests.vllm_cpu import PACKS_EXPERTS
 
 # The last one fills whole blocks of the KV cache, so that its prefix is kept for the next request.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_checkpoints import write_checkpoint
-from vllm_trainers import Trainers
 
+from tests.megatron_trainers import Trainers
 from tests.vllm_processes import forked_engines
 
 from .scene import CONFIGS, ENGINES, Scene

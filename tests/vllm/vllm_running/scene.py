@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from vllm_checkpoints import dense_config, moe_config, read_checkpoint
 from vllm_engines import GEN_RANKS, PROMPTS, TOKENS, Engine, Sampled, ScriptEngine, ServerEngine
-from vllm_trainers import Trainers
 
 from rlrefit.recipes.algorithms.divergence import generation_kl
+from tests.megatron_trainers import Trainers
 from tests.vllm_cpu import PACKS_EXPERTS
 
 CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config()}

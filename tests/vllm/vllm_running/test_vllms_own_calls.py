@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from vllm_engines import GEN_RANKS, ScriptEngine
-from vllm_trainers import CONFIG, RANKS
 
+from tests.megatron_trainers import CONFIG, RANKS
 from tests.vllm_cpu import PACKS_EXPERTS
 
 from .scene import Scene

@@ -103,8 +103,13 @@ def require_drafter(runner: Any) -> Any:
     return found
 
 
+def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`may_follow` and :func:`drafter_problems` ask for, of an engine's arguments by name; others have SGLang's defaults."""
+    return {name: arguments.get(name) for name in DRAFTER_SETTINGS}
+
+
 def settings_of(runner: Any) -> dict[str, Any]:
-    """What :func:`may_follow` asks for, of a worker's engine."""
+    """The same, of a worker's engine."""
     return {name: getattr(runner.server_args, name) for name in DRAFTER_SETTINGS}
 
 

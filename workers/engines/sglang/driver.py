@@ -328,6 +328,10 @@ class SglangRefit:
         self._drop_prefixes(self._require_whole())
         self._pauses.resume()
 
+    def seed(self, seed: int) -> None:
+        """Have all workers draw from here on as those of an engine that was started with ``seed``, below 4294967296."""
+        self.calls.ask("seed", seed)
+
     def empty_cache(self) -> None:
         """Have all workers give back what their allocators cache."""
         self.calls.ask("empty_cache")

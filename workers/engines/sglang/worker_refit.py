@@ -19,6 +19,7 @@ from ...kv_scales.endpoints import is_scale
 from ..common.answers import answer
 from ..common.destination_mixin import DestinationRefitMixin
 from ..common.guard import WeightsGuard, call_before
+from ..common.seeding import seed_process
 from .destination import SglangDestination
 from .drafted import SglangDraftedDestination, destination_of
 from .drafters import live_drafter
@@ -41,6 +42,7 @@ COMMANDS = frozenset(
         "finish",
         "commit",
         "discard",
+        "seed",
         "memory",
         "empty_cache",
     }
@@ -236,6 +238,10 @@ class WorkerRefit(DestinationRefitMixin):
         """The weights' memory is about to go, and nothing keeps them."""
         self.guard.discarded(why)
         return {}
+
+    def seed(self, seed: int) -> dict[str, Any]:
+        """Draw from here on as a worker that was started with ``seed``."""
+        return seed_process(seed)
 
     @cached_property
     def _watch(self) -> MemoryWatch:

@@ -376,6 +376,10 @@ class VllmDriver(BaseDriver):
         """Take memory for ``weights``, ``kv_cache`` or both; requests run again once nothing sleeps."""
         self._llm.wake_up(tags=list(tags))
 
+    def seed(self, seed: int) -> None:
+        """Have all workers draw from here on as those of an engine that was started with ``seed``, below 4294967296."""
+        self._rpc("refit_seed", seed)
+
     def empty_cache(self) -> None:
         """Have all workers give back what their allocators cache."""
         self._rpc("refit_empty_cache")

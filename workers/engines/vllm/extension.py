@@ -17,6 +17,7 @@ from ....integration.quantize.formats import to_json
 from ....integration.session import ServingState
 from ....integration.weights.manifest import TensorSpec, dtype_of
 from ..common.answers import answered
+from ..common.seeding import seed_process
 from .compat import require_supported_vllm
 from .drafters import live_drafter
 from .patches import Refitted, prepare_worker_process
@@ -104,6 +105,11 @@ class VllmRefitExtension(Refitted):
     def refit_empty_cache(self) -> dict[str, Any]:
         """Have this worker's allocator give back what it caches."""
         return self._refit.empty_cache()
+
+    @answered
+    def refit_seed(self, seed: int) -> dict[str, Any]:
+        """Draw from here on as a worker that was started with ``seed``."""
+        return seed_process(seed)
 
     @answered
     def refit_memory(self, restart: bool = False) -> dict[str, Any]:

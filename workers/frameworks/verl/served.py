@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Never
 
 from ....integration.config import RefitConfig
@@ -11,14 +13,21 @@ from ....integration.control.channel import Channel
 from ....integration.control.world import RefitWorld
 from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
+from ...engines.sglang import drafters as of_sglang
 from ...engines.sglang.loader import LOADER
-from ...engines.vllm.drafters import has_weights
+from ...engines.vllm.drafters import has_weights, is_mtp, may_follow
 from .options import EXTENSION, PACKS, QUANTIZES
 from .orders import Order
 
-_NOT_RUN = (
-    "of drafters, refits reach MTP layers of the served checkpoint alone, and that has not run under verl"
+_STAYS = (
+    "refits reach MTP layers of the served checkpoint alone, so that this drafter would keep what it was started with: with "
+    "load_format=dummy, random numbers"
 )
+_NOT_SENT = (
+    "it drafts with MTP layers of the served checkpoint, which these actors don't have, so that nothing would reach them: verl builds "
+    "them in its Megatron engine (actor.strategy=megatron) with model.mtp.enable=true"
+)
+_ENGINES = ("vllm", "sglang")
 _HAVE_IT_QUANTIZED = (
     f"shard to shard, the trainer quantizes for such an engine: set {QUANTIZES}=true, or take checkpoint_engine.backend=nccl_xfer, "
     "which sends BF16 for verl to quantize"
@@ -29,12 +38,21 @@ _ONE_FORMAT = (
 )
 
 
-def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[str]:
-    """By ``actor_rollout_ref.rollout``, on the actors; what a checkpoint's own configuration adds, the engine's worker knows."""
+def asked_violations(
+    rollout: Mapping[str, Any], config: RefitConfig, model: Mapping[str, Any], strategy: str
+) -> list[str]:
+    """On the actors; what a checkpoint's own configuration adds, the engine's worker knows.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout``.
+        config: of the refit.
+        model: ``actor_rollout_ref.model``.
+        strategy: ``actor_rollout_ref.actor.strategy``.
+    """
     engine = rollout["name"]
-    if engine not in _BY_ENGINE:
+    if engine not in _ENGINES:
         return [
-            f"rollout.name is {engine}; {' and '.join(_BY_ENGINE)} have parameters that can be written in place"
+            f"rollout.name is {engine}; {' and '.join(_ENGINES)} have parameters that can be written in place"
         ]
     found = []
     kwargs = (rollout.get("engine_kwargs") or {}).get(engine) or {}
@@ -56,21 +74,72 @@ def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[st
             f"rollout.engine_kwargs.{engine}.quantization is {kwargs['quantization']}, by which the engine quantizes in a way of "
             f"its own; {_ONE_FORMAT}"
         )
-    mtp = rollout.get("mtp") or {}
-    if mtp.get("enable") and mtp.get("enable_rollout"):
-        found.append(f"rollout.mtp.enable_rollout is true; {_NOT_RUN}; set model.mtp.enable_rollout=false")
-    return found + _BY_ENGINE[engine](rollout, kwargs)
+    mtp = rollout.get("mtp") or model.get("mtp") or {}
+    drafts = mtp if mtp.get("enable") and mtp.get("enable_rollout") else {}
+    of_engine = _drafter_of_vllm if engine == "vllm" else _drafter_of_sglang
+    drafter = of_engine(kwargs, drafts, model.get("path"))
+    if drafter is not None:
+        sent = strategy == "megatron" and (model.get("mtp") or {}).get("enable")
+        off = f"set model.mtp.enable_rollout=false, and no engine_kwargs.{engine}.{drafter.key}"
+        if not drafter.served:
+            found.append(f"{drafter.where} names a drafter ({drafter.name}); {_STAYS}; {off}")
+        elif not sent:
+            found.append(f"{drafter.where}: {_NOT_SENT}; or {off}")
+        if config.trainer_quantize_fp8:
+            found.append(
+                f"{drafter.where}: no drafter has run with quantized weights; {off}, or {QUANTIZES}=false"
+            )
+    return found + (_asked_of_vllm(kwargs) if engine == "vllm" else _asked_of_sglang(rollout, kwargs))
 
 
-def _asked_of_vllm(rollout: Mapping[str, Any], vllm: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class _Drafter:
+    """A model by which an engine shall draft.
+
+    Attributes:
+        name: of it, or of the way to draft.
+        served: whether it is MTP layers of the served checkpoint.
+        key: of the engine's arguments that asks for one.
+        where: the key of verl's that asks for this one.
+    """
+
+    name: str
+    served: bool
+    key: str
+    where: str
+
+
+def _drafter_of_vllm(vllm: Mapping[str, Any], mtp: Mapping[str, Any], served: str | None) -> _Drafter | None:
+    """Of an engine with these arguments, and ``model.mtp`` where it drafts by that (verl's ``build_mtp_speculative_config``)."""
+    key = "speculative_config"
+    given = vllm.get(key) or {}
+    given = json.loads(given) if isinstance(given, str) else given
+    asked = {"method": mtp["method"]} if mtp else {}
+    asked |= {name: value for name, value in given.items() if value is not None}
+    method, model = asked.get("method") or asked.get("model"), asked.get("model")
+    if not asked or not has_weights(method):
+        return None
+    where = "model.mtp.enable_rollout" if mtp and not given else f"rollout.engine_kwargs.vllm.{key}"
+    return _Drafter(str(model or method), is_mtp(method) and model in (None, served), key, where)
+
+
+def _drafter_of_sglang(
+    sglang: Mapping[str, Any], mtp: Mapping[str, Any], served: str | None
+) -> _Drafter | None:
+    """As :func:`_drafter_of_vllm`; here ``model.mtp`` comes last."""
+    key = "speculative_algorithm"
+    algorithm = (mtp or sglang).get(key)
+    if not of_sglang.has_drafter(algorithm):
+        return None
+    where = "model.mtp.enable_rollout" if mtp else f"rollout.engine_kwargs.sglang.{key}"
+    settings = of_sglang.settings_in({"model_path": served, **sglang, key: algorithm})
+    return _Drafter(
+        str(settings["speculative_draft_model_path"] or algorithm), of_sglang.may_follow(settings), key, where
+    )
+
+
+def _asked_of_vllm(vllm: Mapping[str, Any]) -> list[str]:
     found = []
-    speculative = vllm.get("speculative_config")
-    # vLLM takes JSON as a text too, which is not read here: it counts as a drafter.
-    asked = speculative if isinstance(speculative, Mapping) else {}
-    if speculative and has_weights(asked.get("method") or asked.get("model")):
-        found.append(
-            f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {_NOT_RUN}; leave it out"
-        )
     if not vllm.get("worker_extension_cls"):
         found.append(
             "vLLM's workers have verl's own extension; set rollout.engine_kwargs.vllm.worker_extension_cls="
@@ -82,11 +151,6 @@ def _asked_of_vllm(rollout: Mapping[str, Any], vllm: Mapping[str, Any]) -> list[
 def _asked_of_sglang(rollout: Mapping[str, Any], sglang: Mapping[str, Any]) -> list[str]:
     """What SGLang's settings add, its server tells (``unsupported_settings``)."""
     found = []
-    speculative = sglang.get("speculative_algorithm")
-    if speculative and str(speculative).upper() != "NGRAM":
-        found.append(
-            f"rollout.engine_kwargs.sglang.speculative_algorithm is {speculative}; {_NOT_RUN}; leave it out, or take NGRAM"
-        )
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if rollout.get(key, 1) > 1:
             found.append(
@@ -105,12 +169,6 @@ def _asked_of_sglang(rollout: Mapping[str, Any], sglang: Mapping[str, Any]) -> l
     return found
 
 
-_BY_ENGINE: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
-    "vllm": _asked_of_vllm,
-    "sglang": _asked_of_sglang,
-}
-
-
 def model_violations(model: Mapping[str, Any]) -> list[str]:
     """By ``actor_rollout_ref.model``: under LoRA that is not merged, verl hands checkpoint engines the base weights alone."""
     lora = model.get("lora") or {}
@@ -126,9 +184,9 @@ def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
     """By what vLLM's worker made of all its settings and of its checkpoint."""
     found = _quantized(vllm_config.quant_config, config.trainer_quantize_fp8)
     speculative = vllm_config.speculative_config
-    if speculative is not None and has_weights(speculative.method):
+    if speculative is not None and has_weights(speculative.method) and not may_follow(vllm_config):
         found.append(
-            f"it decodes speculatively ({speculative.method}); {_NOT_RUN}; set model.mtp.enable_rollout=false, and no "
+            f"it decodes speculatively ({speculative.method}); {_STAYS}; set model.mtp.enable_rollout=false, and no "
             "engine_kwargs.vllm.speculative_config"
         )
     return found

@@ -75,7 +75,8 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     """
     require_supported_actor(worker)
     engine, strategy, rollout = worker.actor.engine, worker.config.actor.strategy, worker.config.rollout
-    wrong, of_model = _violations(engine, strategy, rollout, config), model_violations(worker.config.model)
+    model = worker.config.model
+    wrong, of_model = _violations(engine, strategy, rollout, config, model), model_violations(model)
     if wrong or of_model:
         instead = (
             " checkpoint_engine.backend=nccl_xfer with custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors sends full "
@@ -93,7 +94,7 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     return FSDPSide(engine, config, _dtype(rollout.dtype))
 
 
-def _violations(engine: Any, strategy: str, rollout: Any, config: RefitConfig) -> list[str]:
+def _violations(engine: Any, strategy: str, rollout: Any, config: RefitConfig, model: Any) -> list[str]:
     found = []
     if strategy not in _STRATEGIES:
         found.append(f"actor.strategy is {strategy}; its shards are known for {', '.join(_STRATEGIES)}")
@@ -109,7 +110,7 @@ def _violations(engine: Any, strategy: str, rollout: Any, config: RefitConfig) -
             )
     if getattr(engine, "_qat_enabled", False):
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
-    return found + asked_violations(rollout, config)
+    return found + asked_violations(rollout, config, model, strategy)
 
 
 def _dtype(name: str) -> torch.dtype:
