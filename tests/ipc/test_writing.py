@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.comm import waiting
 from rlrefit.integration.errors import RefitTimeout
 from rlrefit.integration.gpu_memory.description import Allocation, Description, Place, Shared, View
 from rlrefit.integration.packing import Strided
@@ -104,7 +105,7 @@ def test_what_a_sender_adds_up_for_those_that_read_it_is_waited_for_before_its_m
     gpu: Gpu, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[object] = []
-    monkeypatch.setattr(module, "_left_running", kept)
+    monkeypatch.setattr(waiting, "_left_running", kept)
     monkeypatch.setattr(module, "_DRAIN_WITHIN", 0.1)
     one = sender(gpu)
     # Nobody's memory is mapped here.

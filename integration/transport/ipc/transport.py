@@ -14,7 +14,6 @@ from there. Which receivers do so is known once they have described their memory
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from functools import partial
 
 import torch
 
-from ...comm.waiting import gpu_ends_within, wait_until
+from ...comm.waiting import gpu_ends_within, leave_running, wait_until
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable, end_all
 from ...gpu_memory.description import Description, Shared
 from ...gpu_memory.driver import DriverError, missing, on_device
@@ -49,12 +48,8 @@ from .signals import (
 )
 from .views import OpenViews, bind_messages, by_peer
 
-logger = logging.getLogger(__name__)
-
 # Seconds that a failed epoch waits for its own copies before it unmaps the peers' memory.
 _DRAIN_WITHIN = 5.0
-# What kernels may still use that did not end within that time; nobody can tell when it is free.
-_left_running: list[object] = []
 
 
 class IpcTransport(Transport):
@@ -670,12 +665,13 @@ class IpcTransport(Transport):
     def _drop_mappings(self, *, failed: bool) -> None:
         # A sender whose receivers read has nothing mapped, and yet adds up its weights on a stream of its own.
         if failed and self._stream is not None and not self._drained():
-            # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
-            # lies where its tables lay would be taken for addresses, or written over.
-            logger.warning(
-                "kernels of a failed refit are still under way; what they use stays mapped and allocated"
+            leave_running(
+                "kernels of a failed refit",
+                self._imported,
+                self._tables,
+                self._sent_checksums,
+                self._signals,
             )
-            _left_running.append((self._imported, self._tables, self._sent_checksums, self._signals))
             self._imported = {}
         # Before new ones are made beside them.
         self._tables = ()
