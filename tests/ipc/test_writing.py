@@ -16,10 +16,10 @@ from rlrefit.integration.gpu_memory.description import Allocation, Description, 
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
-from rlrefit.integration.transport.ipc import lease as lease_module
 from rlrefit.integration.transport.ipc import transport as module
-from rlrefit.integration.transport.ipc.lease import Lease
+from rlrefit.integration.transport.ipc import waits
 from rlrefit.integration.transport.ipc.transport import IpcTransport
+from rlrefit.integration.transport.ipc.waits import Lease
 
 PLAN = Plan(0, ((Message(0, 1, 0, (Segment("w", ((0, 4),), 0, 8),), 32, 0),),), ((),), "digest", {})
 CLOCK = StageClock(torch.device("cpu"))
@@ -182,7 +182,7 @@ def receiver(timeout_s: float, *, sleeps: bool = False, handle: str = "") -> Any
 
 def test_a_lease_serves_one_refit_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
     lease = Lease(10.0)
     for _ in range(2):
         lease.renew()
@@ -247,7 +247,7 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
     one = sender(gpu, ours)
     connect(one, receiver(theirs))
     now = 1000.0
-    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
     one.synchronize()
     now += allowed - 1
     one.run(CLOCK)
