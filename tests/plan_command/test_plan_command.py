@@ -119,6 +119,7 @@ def test_what_cannot_be_divided_is_told_once_by_its_name_also_where_embeddings_a
         (("--json", "--explain", "lm_head.weight"), "explain: tables for people"),
         (("--model", "nothing-like-it"), "no bundled model"),
         (("generation.replicas=2",), "overrides keys of a recipe, and none is given"),
+        (("grpo_tiny",), "did you mean recipe=grpo_tiny"),
     ],
 )
 def test_one_wrong_option_is_the_only_violation(
