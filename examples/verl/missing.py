@@ -50,7 +50,14 @@ def main() -> int:
     known, others = parser.parse_known_args()
     told = missing(0)
     if not told:
-        told = missing(*_wanted(known.config_name, [one for one in others if not one.startswith("-")]))
+        from hydra.errors import HydraException
+
+        try:
+            wanted = _wanted(known.config_name, [one for one in others if not one.startswith("-")])
+        except HydraException as error:
+            told = [f"this configuration can't be composed: {' '.join(str(error).split())}"]
+        else:
+            told = missing(*wanted)
     for line in told:
         print(line, file=sys.stderr)
     return 2 if told else 0
