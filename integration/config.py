@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -111,6 +111,15 @@ class RefitConfig:
 
     def violations(self, prefix: str = "policy.refit") -> list[str]:
         """All that is wrong with the values, one sentence each, with the remedy; empty if nothing is."""
+        # A text of another type is told below with those that it may be.
+        wrong = {
+            name: wrong_type(f"{prefix}.{name}", getattr(self, name), wanted)
+            for name, wanted in _TYPES.items()
+            if wanted is not str and not _is(getattr(self, name), wanted)
+        }
+        if wrong:
+            rest = {name: getattr(self, name) for name in _TYPES.keys() - wrong.keys()}
+            return [*wrong.values(), *RefitConfig.unchecked(**rest).violations(prefix)]
         found = []
         if self.transport not in TRANSPORTS:
             found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
@@ -159,7 +168,8 @@ class RefitConfig:
         return found
 
 
-REFIT_KEYS = tuple(f.name for f in fields(RefitConfig))
+_TYPES: Mapping[str, Any] = get_type_hints(RefitConfig)
+REFIT_KEYS = tuple(_TYPES)
 # Types that settings may have, in words.
 _WANTED: Mapping[Any, str] = {
     int: "a whole number",
@@ -212,8 +222,7 @@ def read_settings(
     """
     if given is not None and not isinstance(given, Mapping):
         return Settings(RefitConfig(), {}, (not_a_section(prefix, given),))
-    hints = get_type_hints(RefitConfig)
-    types = {**{key: hints[key] for key in keys}, **own}
+    types = {**{key: _TYPES[key] for key in keys}, **own}
     known = [*types, *others]
     good, wrong = {}, []
     for key, value in (given or {}).items():

@@ -8,7 +8,7 @@
 # TRL's own needs a GPU that is not the server's: NCCL takes no two ranks on one. Arguments behind the model go to grpo.py.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-model=${1:?the folder of a checkpoint}
+model=${1:?usage: compare.sh FOLDER [arguments of grpo.py], with the folder of a checkpoint}
 shift
 train=${TRAIN:-0} serve=${SERVE:-1} port=${PORT:-8000}
 ranks=$(awk -F, '{print NF}' <<<"$train")

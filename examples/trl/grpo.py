@@ -1,8 +1,8 @@
 """GRPO by TRL's AsyncGRPOTrainer on the tiny recipes' arithmetic, with weights shard to shard into a vLLM server.
 
     python examples/trl/grpo.py --write-tiny /tmp/tiny        # a tiny model to try it with; or take a checkpoint of yours
-    VLLM_SERVER_DEV_MODE=1 CUDA_VISIBLE_DEVICES=2 vllm serve /tmp/tiny --max-model-len 512 --logprobs-mode processed_logprobs \
-        --weight-transfer-config '{"backend": "rlrefit"}'
+    VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 CUDA_VISIBLE_DEVICES=2 vllm serve /tmp/tiny --max-model-len 512 \
+        --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "rlrefit"}'
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file examples/trl/fsdp2.yaml examples/trl/grpo.py --model /tmp/tiny
 
 The last lines have the seconds of each update, and the stages of the last one. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server

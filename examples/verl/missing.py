@@ -6,16 +6,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 
-def missing(gpus: int) -> list[str]:
+def missing(gpus: int, files: Iterable[tuple[str, str]] = ()) -> list[str]:
     """A sentence for each thing.
 
     Args:
         gpus: how many this host must have, unless the run joins a Ray cluster.
+        files: that this host must have, unless it does: key, and path or URL.
     """
     told = [
         f"there is no Python package {name} ({how}; see docs/verl.md)"
@@ -37,6 +39,13 @@ def missing(gpus: int) -> list[str]:
         found = torch.cuda.device_count()
         if found < gpus:
             told.append(f"this example needs {gpus} GPUs, and torch {torch.__version__} finds {found} here")
+    if "RAY_ADDRESS" not in os.environ:
+        told += [
+            f"there is no {path}, which {key} names; examples/data_preprocess/gsm8k.py of verl's repository writes GSM8K, or "
+            f"give another file ({key}=FILE)"
+            for key, path in files
+            if "://" not in path and not Path(path).expanduser().exists()
+        ]
     return told
 
 
@@ -54,14 +63,21 @@ def main() -> int:
     known, others = parser.parse_known_args()
     told = missing(0)
     if not told:
-        told = missing(_wanted(known.config_name, [one for one in others if not one.startswith("-")]))
+        from hydra.errors import HydraException
+
+        try:
+            wanted = _wanted(known.config_name, [one for one in others if not one.startswith("-")])
+        except HydraException as error:
+            told = [f"this configuration can't be composed: {' '.join(str(error).split())}"]
+        else:
+            told = missing(*wanted)
     for line in told:
         print(line, file=sys.stderr)
     return 2 if told else 0
 
 
-def _wanted(name: str, overrides: list[str]) -> int:
-    """GPUs of the trainer, and of the engines beside it."""
+def _wanted(name: str, overrides: list[str]) -> tuple[int, list[tuple[str, str]]]:
+    """GPUs of the trainer and of the engines beside it, and the files of the prompts."""
     import verl
     from hydra import compose, initialize_config_dir
 
@@ -69,7 +85,12 @@ def _wanted(name: str, overrides: list[str]) -> int:
     with initialize_config_dir(str(Path(__file__).resolve().parent), version_base=None):
         config = compose(name, [path, *overrides])
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    return int(trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node)
+    gpus = int(trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node)
+    files = []
+    for key in ("train_files", "val_files"):
+        given = config.data[key] or []
+        files += [(f"data.{key}", path) for path in ([given] if isinstance(given, str) else given)]
+    return gpus, files
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ..gpu_memory.buckets import OwnBuckets, PeerBuckets, ToldBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
 from .group import Exchange, PeerBuffer, classified
 from .shared_memory import BUCKETS, Pair, SharedGroup, hear, open_pairs, tell
-from .waiting import gpu_ends_within
+from .waiting import gpu_ends_within, leave_running
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ MOST_SHARED_BYTES = 128 << 20
 _MOST_CALLS = 512
 # Seconds for which an aborted group waits for its own streams.
 _DRAIN_WITHIN = 10.0
-# What the GPU may use for ever.
-_KEPT: list[object] = []
 # Calls of the driver for one bucket.
 _CALLS = 3
 # A word has a cache line of its own.
@@ -141,9 +139,9 @@ class DeviceGroup(SharedGroup):
         if not failed and not self._drain(self.timeout_s, release=False):
             logger.warning("rank %d gives up an exchange as it closes its group", self.rank)
         if not self.abort():
-            # Unmapping under what the GPU still does would break this process's context, and the trainer with it.
-            logger.warning("rank %d keeps the buckets that it shares, until its process ends", self.rank)
-            _KEPT.extend([self._mapped, self._own, self._links, self._pairs])
+            leave_running(
+                f"exchanges of group rank {self.rank}", self._mapped, self._own, self._links, self._pairs
+            )
             self._mapped, self._own, self._links, self._pairs = [], [], {}, {}
             return
         self._links, self._last = {}, {}

@@ -14,16 +14,15 @@ import torch
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, PeerBuffer
 from .shared_memory import BUCKETS, Pair, SharedGroup, open_pairs
-from .waiting import PAUSE_S, gpu_ends_within, wait_until
+from .waiting import PAUSE_S, gpu_ends_within, leave_running, wait_until
 
 logger = logging.getLogger(__name__)
 
 # Larger ones would not overlap any better, and smaller ones stay in a core's caches.
 MOST_BUCKET_BYTES = 4 << 20
 _FILLED, _FREED = b"s", b"f"
-# Seconds for which a group that gives up waits for a GPU's copies, and buckets that some may use for ever.
+# Seconds for which a group that gives up waits for a GPU's copies.
 _DRAIN_WITHIN = 10.0
-_KEPT: list[object] = []
 _MOST_SIGNALS = 64
 
 
@@ -83,9 +82,7 @@ class HostGroup(SharedGroup):
     def close(self, *, failed: bool = False) -> None:
         self._closed = True
         if not self.abort():
-            # Unmapping under what the GPU still does would break this process's context, and the trainer with it.
-            logger.warning("rank %d keeps the buckets that it shares, until its process ends", self.rank)
-            _KEPT.extend([self._links, self._pairs])
+            leave_running(f"copies of group rank {self.rank}", self._links, self._pairs)
             # Their end tells the peers that this rank has given up.
             end_all(one.close for pair in self._pairs.values() for one in pair.connections)
             self._links, self._pairs, self._left = {}, {}, []

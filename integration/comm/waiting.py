@@ -1,4 +1,5 @@
-"""The one way in which a rank waits: it polls, within a limit, and looks at the other ranks meanwhile."""
+"""The one way in which a rank waits: it polls, within a limit, and looks at the other ranks meanwhile. And what becomes of a GPU's work
+that comes to no end."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ PAUSE_S = 2e-5
 # kernel lets a thread sleep for 50 µs more than it was told.
 _SPIN_S = 2e-4
 _WATCH_EVERY = 0.5
+# What a GPU's work that did not end may still use. Nobody can tell when it is free.
+_left_running: list[object] = []
 
 
 def wait_until(
@@ -132,3 +135,20 @@ def gpu_ends_within(done: Callable[[], bool], limit_s: float) -> bool:
     except torch.AcceleratorError as error:
         logger.warning("the GPU is lost: %s", error)
         return False
+
+
+def leave_running(whose: str, *used: object) -> None:
+    """Keep until the process ends what a GPU may still use, since :func:`gpu_ends_within` has not seen its work end.
+
+    To unmap it would break this process's CUDA context, and the trainer with it. What came to lie in its place would be read or
+    written by that work.
+
+    Args:
+        whose: who has left the work running, for the log.
+        used: memory, tables and communicators; the caller forgets them.
+    """
+    logger.warning(
+        "%s: the GPU does not end its work; what this may use stays mapped and allocated until the process ends",
+        whose,
+    )
+    _left_running.append(used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from ipaddress import ip_address
@@ -107,12 +108,20 @@ class Rendezvous:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Rendezvous:
+    def from_json(data: object) -> Rendezvous:
         """Inverse of :meth:`to_json`.
 
         Raises:
-            RefitError: a field is missing, unknown or of another type.
+            RefitError: it is no mapping, or a field is missing, unknown or of another type.
         """
+        if not isinstance(data, Mapping):
+            # Not its value, which may hold the token.
+            given = "nothing" if data is None else f"a {type(data).__name__}"
+            raise RefitError(
+                f"this rank was given {given} as the rendezvous; hand what open_refit_rendezvous returned on trainer rank 0 to every "
+                "rank of both sides, unchanged",
+                stage="rendezvous",
+            )
         known = {spec.name for spec in fields(Rendezvous)}
         wrong = sorted(known.symmetric_difference(data))
         if wrong:

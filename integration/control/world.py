@@ -31,7 +31,10 @@ class RefitWorld:
                 f"{self.gen_ranks} generation ranks"
             )
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is not in the refit world of {self.size} ranks")
+            raise ValueError(
+                f"rank {self.rank} is not in the refit world of {self.size} ranks: the trainer's are 0 to {self.train_ranks - 1}, "
+                f"the engines' {self.train_ranks} to {self.size - 1}"
+            )
 
     @property
     def size(self) -> int:

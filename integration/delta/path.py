@@ -28,7 +28,7 @@ from ..plan import Plan
 from ..records.clock import StageClock
 from ..transport.base import TransferResult
 from ..transport.storage import LiveViews, Place
-from ..transport.streams import Event, have_ended, make_event, make_stream, working_on
+from ..transport.streams import Event, drain, make_event, make_stream, working_on
 from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
 from .mask import Mask, StepRecorder, make_recorders
@@ -51,9 +51,6 @@ _LEAST_PASSES = 4
 _FILLED = 0.5
 # Refits within which ``verify: sampled`` reads all weights that are sent by a mask.
 SAMPLED_WITHIN = 8
-# Seconds that a failed epoch waits for its own kernels; and what those may still use that did not end by then.
-_DRAIN_WITHIN = 5.0
-_left_running: list[object] = []
 
 
 @dataclass(eq=False)
@@ -372,10 +369,8 @@ class DeltaPath:
         try:
             end_all(partial(group.close, failed=failed) for group in opened)
         finally:
-            streams = (self._pack, self._wire, self._apply)
-            if failed and not have_ended(streams, self._device, _DRAIN_WITHIN):
-                logger.warning("kernels of a failed refit are still under way; their memory is kept")
-                _left_running.append((self._outgoing, self._incoming))
+            if failed:
+                drain((self._pack, self._wire, self._apply), self._device, self._outgoing, self._incoming)
             self._outgoing, self._incoming = [], []
 
     def on_device(self) -> AbstractContextManager[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -16,18 +15,13 @@ from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages
 from .storage import DeviceMemory, HostMemory, LiveViews
-from .streams import Event, have_ended, make_event, make_stream
-
-logger = logging.getLogger(__name__)
+from .streams import Event, drain, make_event, make_stream
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
 # The round before which all ranks call ``meanwhile``; the rounds before it keep the wire busy during the call.
 _MEANWHILE_BEFORE = 8
-# Seconds for which a failed refit waits for what it has packed or unpacked; and buckets that may be used for ever.
-_DRAIN_WITHIN = 5.0
-_left_running: list[object] = []
 
 
 class P2PTransport(GroupTransport):
@@ -130,10 +124,8 @@ class P2PTransport(GroupTransport):
 
     def _free(self, failed: bool) -> None:
         """Free the buckets, once nothing that a failed run has enqueued uses them any more."""
-        streams = (self._pack, self._unpack, *self._wires)
-        if failed and self._bound is not None and not have_ended(streams, self.group.device, _DRAIN_WITHIN):
-            logger.warning("kernels of a failed refit are still under way; their buckets stay allocated")
-            _left_running.append(self._bound.memory)
+        if failed and self._bound is not None:
+            drain((self._pack, self._unpack, *self._wires), self.group.device, self._bound.memory)
         self._bound = self._host = None
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:

@@ -9,8 +9,11 @@ from typing import Protocol
 
 import torch
 
-from ..comm.waiting import gpu_ends_within
+from ..comm.waiting import gpu_ends_within, leave_running
 from ..records.clock import StageClock
+
+# Seconds for which a failed refit waits for its own kernels.
+_DRAIN_WITHIN = 5.0
 
 
 class Event(Protocol):
@@ -178,9 +181,9 @@ def make_event(device: torch.device) -> Event:
     return _CudaEvents() if device.type == "cuda" else _HostEvent()
 
 
-def have_ended(streams: Sequence[Stream], device: torch.device, within_s: float) -> bool:
-    """After a failure: whether all that streams were given ends within so many seconds. Until then it may use any of its memory,
-    which torch's allocator would hand to others on the stream that it was allocated on."""
+def drain(streams: Sequence[Stream], device: torch.device, *used: object) -> None:
+    """After a failure: wait for some seconds until all that streams were given has ended. Until then it may use any of its memory,
+    which torch's allocator would hand to others on the stream that it was allocated on; if it does not end, ``used`` is kept."""
     ends: list[Event] = []
 
     def ended() -> bool:
@@ -190,7 +193,8 @@ def have_ended(streams: Sequence[Stream], device: torch.device, within_s: float)
                 stream.record(end)
         return all(end.query() for end in ends)
 
-    return gpu_ends_within(ended, within_s)
+    if not gpu_ends_within(ended, _DRAIN_WITHIN):
+        leave_running("kernels of a failed refit", *used)
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

@@ -125,7 +125,9 @@ def _parse(overrides: Sequence[str], violations: list[Violation]) -> tuple[list[
             continue
         key = override.key_or_group
         problem = _unusable(override)
-        if problem:
+        if not key:
+            violations.append(Violation((), f"override {text!r} names no key; write key=value"))
+        elif problem:
             violations.append(Violation((key,), f"{key}: override {text!r} {problem}"))
         elif not (options := _group_options(key)) or not isinstance(override.value(), str):
             values.append(override)

@@ -48,7 +48,7 @@ def output_problems(option: str, path: Path, suffixes: Sequence[str] = ()) -> li
         page = "; or give .html" if ".html" in suffixes else ""
         found.append(f"{option}: {path} needs matplotlib: pip install 'rlrefit[plots]'{page}")
     if not folder.is_dir():
-        found.append(f"{option}: the folder {folder} does not exist")
+        found.append(f"{option}: the folder {folder} does not exist; make it, or give a file elsewhere")
     elif path.is_dir():
         found.append(f"{option}: {path} is a folder; give a file in it")
     return found

@@ -34,7 +34,7 @@ class Part:
 
     Attributes:
         rank: of the refit world.
-        seconds: for the analysis that all ranks do, and for this part.
+        seconds: of a CPU, for the analysis that all ranks do and for this part; others of a busy machine do not count.
         messages: sent and received.
         segments: sent and received.
         staging_bytes: the most of one round in one direction.
@@ -249,21 +249,21 @@ def study(options: PlanOptions) -> Study:
     train, gen = options.train.world_size, options.gen.world_size
     sources, destinations = all_holdings(options.model, options.train, options.gen, positions)
     topology = options.hosts.topology(train, gen)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         analysis = analyse(specs, sources, destinations, bucket_bytes=options.bucket_bytes, topology=topology)
     except PlanError as error:
         raise PlanProblems([str(error)]) from error
-    shared = time.perf_counter() - started
+    shared = time.process_time() - started
     parts = tuple(_part(analysis, rank, shared) for rank in _measured(train, gen, options.compile_ranks))
     peak = _peak_rss_bytes()
     return Study(options, specs, sources, destinations, analysis, parts, peak)
 
 
 def _part(analysis: Analysis, rank: int, shared: float) -> Part:
-    started = time.perf_counter()
+    started = time.process_time()
     plan = analysis.compile(rank)
-    seconds = shared + time.perf_counter() - started
+    seconds = shared + time.process_time() - started
     return Part(
         rank,
         seconds,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rlrefit.integration.comm import host_group
+from rlrefit.integration.comm import host_group, waiting
 from rlrefit.integration.comm.group import Group, PeerBuffer
 from rlrefit.integration.comm.host_group import HostGroup
 from rlrefit.integration.comm.shared_memory import SharedMemory
@@ -136,7 +136,7 @@ def test_memory_that_a_gpu_still_copies_from_outlives_the_group_that_has_failed(
             return copied.append(True) or (ends and len(copied) > 3)
 
     kept: list[object] = []
-    monkeypatch.setattr(host_group, "_KEPT", kept)
+    monkeypatch.setattr(waiting, "_left_running", kept)
     monkeypatch.setattr(host_group, "_DRAIN_WITHIN", 0.2)
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:

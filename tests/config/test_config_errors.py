@@ -85,6 +85,7 @@ def test_a_value_of_the_wrong_type_is_told_with_the_wanted_one(violations, probl
         ("hydra.run.dir=/tmp", "configures Hydra"),
         ("cluster/net=slow", "config group that is not there"),
         ("name=[1", "not in Hydra's grammar"),
+        ("=3", "names no key"),
         ("reward.kwargs.tags.3=b", "cannot be applied"),
     ],
 )

@@ -51,6 +51,19 @@ def test_one_error_lists_all_that_is_wrong() -> None:
     ]
 
 
+def test_values_of_other_types_are_refused_with_all_else_that_is_wrong() -> None:
+    given: dict[str, Any] = {
+        "bucket_mb": 2.5,
+        "timeout_s": "60",
+        "port": None,
+        "trainer_quantize_fp8": "false",
+    }
+    with pytest.raises(ValueError, match="fp8") as caught:
+        RefitConfig(**given, kv_scales=1, verify=False)  # type: ignore[arg-type]
+    told = {text.split(":")[0].removeprefix("policy.refit.") for text in str(caught.value).split("; policy.")}
+    assert {name.removeprefix("refit.") for name in told} == {*given, "kv_scales", "verify"}
+
+
 @pytest.mark.parametrize("refit", [["x"], "auto", [], "", False, RefitConfig.unchecked(streams=0)])
 def test_a_section_of_another_form_is_refused(refit: Any) -> None:
     with pytest.raises(ValueError, match=r"policy\.refit"):

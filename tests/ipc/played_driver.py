@@ -27,7 +27,7 @@ from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.packing import EncodedView, Strided, copy_rows, make_encoders
 from rlrefit.integration.packing.encoded import EncodedPair
 from rlrefit.integration.packing.rows import Ints, collapse
-from rlrefit.integration.transport.ipc import checksums, signals, transport, views
+from rlrefit.integration.transport.ipc import checksums, landing, signals, transport, views
 from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
 from rlrefit.integration.transport.ipc.signals import SignalBuffer
 from rlrefit.integration.transport.storage import HostMemory, LiveViews
@@ -411,7 +411,8 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
         for module in (checksums, transport):
             patch.setattr(module, "make_encoders", lambda pairs, device: [_Encodings(play, pairs)])
         patch.setattr(views, "tensor_at", lambda at, dtype, device: mapping.tensor_at(at, dtype, _CPU))
-        patch.setattr(transport, "MessageChecksums", on_the_host)
+        for module in (landing, transport):
+            patch.setattr(module, "MessageChecksums", on_the_host)
         patch.setattr(transport, "SignalBuffer", play.signal_buffer)
         patch.setattr(transport, "missing", lambda: "")
         # The tensors lie in no GPU's memory as torch has it: none is watched, refused, or missed at home.

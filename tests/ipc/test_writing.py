@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.comm import waiting
 from rlrefit.integration.errors import RefitTimeout
 from rlrefit.integration.gpu_memory.description import Allocation, Description, Place, Shared, View
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
-from rlrefit.integration.transport.ipc import lease as lease_module
 from rlrefit.integration.transport.ipc import transport as module
-from rlrefit.integration.transport.ipc.lease import Lease
+from rlrefit.integration.transport.ipc import waits
 from rlrefit.integration.transport.ipc.transport import IpcTransport
+from rlrefit.integration.transport.ipc.waits import Lease
 
 PLAN = Plan(0, ((Message(0, 1, 0, (Segment("w", ((0, 4),), 0, 8),), 32, 0),),), ((),), "digest", {})
 CLOCK = StageClock(torch.device("cpu"))
@@ -104,7 +105,7 @@ def test_what_a_sender_adds_up_for_those_that_read_it_is_waited_for_before_its_m
     gpu: Gpu, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[object] = []
-    monkeypatch.setattr(module, "_left_running", kept)
+    monkeypatch.setattr(waiting, "_left_running", kept)
     monkeypatch.setattr(module, "_DRAIN_WITHIN", 0.1)
     one = sender(gpu)
     # Nobody's memory is mapped here.
@@ -181,7 +182,7 @@ def receiver(timeout_s: float, *, sleeps: bool = False, handle: str = "") -> Any
 
 def test_a_lease_serves_one_refit_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
     lease = Lease(10.0)
     for _ in range(2):
         lease.renew()
@@ -246,7 +247,7 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
     one = sender(gpu, ours)
     connect(one, receiver(theirs))
     now = 1000.0
-    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
     one.synchronize()
     now += allowed - 1
     one.run(CLOCK)

@@ -56,7 +56,7 @@ def test_the_scale_goal_holds_and_neither_megatron_nor_vllm_is_loaded() -> None:
     assert found["busiest_link_ratio"] <= 1.1
     assert found["predicted_seconds"] <= 1.2 * found["bound_seconds"]
     assert found["bulk_share"] >= 0.99
-    # 2 s is the goal on an idle machine; tests share theirs.
+    # 2 s is the goal on an idle machine. CPU seconds grow where processes share a core, and not by as much as the wait.
     assert found["seconds_compile_max"] <= 8
 
 
@@ -119,6 +119,7 @@ def test_what_cannot_be_divided_is_told_once_by_its_name_also_where_embeddings_a
         (("--json", "--explain", "lm_head.weight"), "explain: tables for people"),
         (("--model", "nothing-like-it"), "no bundled model"),
         (("generation.replicas=2",), "overrides keys of a recipe, and none is given"),
+        (("grpo_tiny",), "did you mean recipe=grpo_tiny"),
     ],
 )
 def test_one_wrong_option_is_the_only_violation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import random
 import socket
@@ -95,6 +96,17 @@ def test_a_rendezvous_that_was_changed_on_its_way_is_refused_by_field(
     del without["epoch"]
     with pytest.raises(RefitError, match="epoch"):
         Rendezvous.from_json(without)
+
+
+@pytest.mark.parametrize("handed", ["nothing", "its text", "its keys"])
+def test_a_rank_that_was_given_no_rendezvous_is_told_so_without_the_token(
+    server: RendezvousServer, handed: str
+) -> None:
+    opened = server.rendezvous.to_json()
+    given = {"nothing": None, "its text": json.dumps(opened), "its keys": [*opened.values()]}[handed]
+    with pytest.raises(RefitError) as refused:
+        Rendezvous.from_json(given)
+    assert (refused.value.stage, opened["token"] in str(refused.value)) == ("rendezvous", False)
 
 
 @pytest.mark.parametrize(

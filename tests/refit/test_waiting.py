@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from rlrefit.integration.comm import waiting
 from rlrefit.integration.comm.waiting import ends_within, wait_until
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
+from rlrefit.integration.transport import streams
 from rlrefit.integration.weights.endpoints import prepares_alone
 from rlrefit.integration.weights.source_thread import SourceThread, require_in_step
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
@@ -35,6 +38,23 @@ def test_where_nobody_gave_up_the_wait_ends_with_its_own_error() -> None:
     with pytest.raises(RefitTimeout):
         wait_until(lambda: False, 0.05, "misc", looked.append, late)
     assert looked == ["misc"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_of_kernels_that_do_not_end_after_a_failure_becomes_nobody_elses(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[object, ...]] = []
+    monkeypatch.setattr(waiting, "_left_running", kept)
+    monkeypatch.setattr(streams, "_DRAIN_WITHIN", 0.05)
+    last = SimpleNamespace(query=lambda: ends)
+    monkeypatch.setattr(streams, "make_event", lambda device: last)
+    recorded: list[object] = []
+    stream = SimpleNamespace(record=recorded.append)
+    bucket = torch.zeros(1)
+    streams.drain([stream], torch.device("cpu"), bucket)  # type: ignore[list-item]
+    assert recorded == [last]
+    assert any(one is bucket for used in kept for one in used) is not ends
 
 
 def test_a_call_of_a_source_that_waits_for_ever_is_left_in_time_and_its_process_refits_no_more() -> None:

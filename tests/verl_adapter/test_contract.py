@@ -305,7 +305,14 @@ def test_examples_tell_at_once_all_that_the_host_lacks(
         sys, "argv", ["missing.py", "--config-name", "grpo_qwen3_4b", "trainer.n_gpus_per_node=3"]
     )
     assert missing.main() == 2
-    assert "needs 7 GPUs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "needs 7 GPUs" in told
+    for wrong in (["--config-name", "nowhere"], ["--config-name", "grpo_qwen3_4b", "trainer.gpus=3"]):
+        monkeypatch.setattr(sys, "argv", ["missing.py", *wrong])
+        assert missing.main() == 2
+        assert wrong[-1].partition("=")[0] in capsys.readouterr().err
+    for key, name in (("train_files", "train"), ("val_files", "test")):
+        assert any(f"data.{key}" in line and f"gsm8k/{name}.parquet" in line for line in told.splitlines())
 
 
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:

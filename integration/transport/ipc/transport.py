@@ -14,7 +14,6 @@ from there. Which receivers do so is known once they have described their memory
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +21,10 @@ from functools import partial
 
 import torch
 
-from ...comm.waiting import gpu_ends_within, wait_until
-from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable, end_all
+from ...comm.waiting import gpu_ends_within, leave_running
+from ...errors import PlanError, RefitMismatch, TransportUnavailable, end_all
 from ...gpu_memory.description import Description, Shared
-from ...gpu_memory.driver import DriverError, missing, on_device
+from ...gpu_memory.driver import missing, on_device
 from ...gpu_memory.mapping import ImportedMemory
 from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
 from ...layout import Fragment
@@ -33,11 +32,11 @@ from ...packing import CopyTable, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
 from ...plan import Message, Plan
 from ...records.clock import StageClock
-from ..base import TransferResult, Transport, damaged
+from ..base import TransferResult, Transport
 from ..storage import DeviceMemory, HostMemory, LiveViews, Place
-from .checksums import BoundMessage, MessageChecksums
+from .checksums import BoundMessage, MessageChecksums, no_checksums
 from .copy_order import EncodedWrite, encoded_in_turns, rows_in_turns
-from .lease import Lease
+from .landing import Landing
 from .moves import Incoming, Move, Outgoing, PeerPlaces, by_kind
 from .signals import (
     SignalBuffer,
@@ -48,13 +47,10 @@ from .signals import (
     void,
 )
 from .views import OpenViews, bind_messages, by_peer
-
-logger = logging.getLogger(__name__)
+from .waits import Lease, Waits, gpu_errors
 
 # Seconds that a failed epoch waits for its own copies before it unmaps the peers' memory.
 _DRAIN_WITHIN = 5.0
-# What kernels may still use that did not end within that time; nobody can tell when it is free.
-_left_running: list[object] = []
 
 
 class IpcTransport(Transport):
@@ -122,10 +118,11 @@ class IpcTransport(Transport):
         self._stream: torch.cuda.Stream | None = None
         self._timeout = timeout_s
         self._lease = Lease(timeout_s)
-        self._watch = watch
         self._who = describe_rank
+        self._waits = Waits(rank, self._device, timeout_s, watch, describe_rank)
         self._sends = by_peer(plan.sends, lambda message: message.destination)
         self._receives = by_peer(plan.receives, lambda message: message.source)
+        self._landing = Landing(rank, self._receives, verify, self._device, self._waits)
         if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
             raise PlanError(
                 f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
@@ -149,8 +146,6 @@ class IpcTransport(Transport):
         # Of the last binding that succeeded: where this rank's fragments lay, and what the peers described.
         self._places: tuple[Place, ...] | None = None
         self._peers: dict[int, Description] = {}
-        # Where those lay to which what is received was bound last.
-        self._landing: tuple[Place, ...] | None = None
         # Of the binding under way: this rank's views, where they lie, and whether they lay there before.
         self._views, self._unmoved = LiveViews([]), False
         self._new_places: tuple[Place, ...] = ()
@@ -162,7 +157,7 @@ class IpcTransport(Transport):
         # Where signals go: those of a sender's peers, and its own that receivers read.
         self._signal_addresses: list[int] = []
         self._lent_addresses: list[int] = []
-        self._sent_checksums = self._landed_checksums = _no_checksums()
+        self._sent_checksums = no_checksums()
 
     @property
     def staging_bytes(self) -> int:
@@ -191,8 +186,8 @@ class IpcTransport(Transport):
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._host = HostMemory((fragment.view for fragment in fragments), self._device)
         self._require_readable(fragments)
-        self._bind_receives()
         if self._receives:
+            self._landing.bind(self._views, self._new_places, ahead=self._refits == 0)
             self._open_signals(self._receives)
             self._open_to_senders()
         elif self._lends:
@@ -259,7 +254,7 @@ class IpcTransport(Transport):
         self._lease.renew()
 
     def moved(self) -> bool:
-        with self._gpu_errors():
+        with gpu_errors(self.rank):
             return (
                 self._released
                 or self._exported_moved()
@@ -271,8 +266,8 @@ class IpcTransport(Transport):
     def synchronize(self) -> None:
         # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
         # this rank's copies waiting until after its peers have given it up.
-        with self._gpu_errors():
-            self._wait_for_earlier_work("handshake")
+        with gpu_errors(self.rank):
+            self._waits.for_earlier_work("handshake")
         self._lease.renew()
 
     def handles_opened(self) -> int:
@@ -284,19 +279,19 @@ class IpcTransport(Transport):
         is_void = False
         with on_device(self._device):
             if self._sends:
-                with self._gpu_errors():
+                with gpu_errors(self.rank):
                     with clock.waiting():
                         # The endpoint may have enqueued more since (Megatron's gather). The writes would start after
                         # it, however long it takes, and the lease says until when they may.
-                        self._wait_for_earlier_work("transfer")
+                        self._waits.for_earlier_work("transfer")
                     self._lease.use(self.rank)
                     is_void = self._write(clock)
             elif self._receives and self._pulls:
-                with self._gpu_errors():
+                with gpu_errors(self.rank):
                     self._read(clock)
             if meanwhile is not None:
                 meanwhile()
-            with self._gpu_errors():
+            with gpu_errors(self.rank):
                 result = self._await_landing(clock)
                 if self._some_sleep:
                     with clock.stage("commit"):
@@ -327,16 +322,6 @@ class IpcTransport(Transport):
         """Messages of a sender that it writes."""
         return {receiver: ms for receiver, ms in self._sends.items() if receiver not in self._pulling}
 
-    def _bind_receives(self) -> None:
-        """Look up where this rank's messages land, and prepare their checksums, unless they land where they did."""
-        if self._new_places == self._landing:
-            return
-        # Before new ones are made beside them.
-        self._landed_checksums, self._landing = _no_checksums(), None
-        self._bound_receives = bind_messages(self._receives, self._views)
-        self._landed_checksums = self._make_checksums(self._bound_receives)
-        self._landing = self._new_places
-
     # The binding of who lets others map its memory: of a receiver that is written, of a sender that is read.
 
     def _open_signals(self, peers: Mapping[int, Sequence[Message]]) -> None:
@@ -344,9 +329,6 @@ class IpcTransport(Transport):
         if self._signals is None:
             messages = {peer: len(held) for peer, held in peers.items()}
             self._signals = SignalBuffer(messages, self._device)
-            if any(messages.values()):
-                self._differ = torch.zeros_like(self._signals.checksums, dtype=torch.bool)
-                self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
 
     def _open_to_senders(self) -> None:
         """Let senders write this rank's memory, if it can be mapped; otherwise it pulls from here on.
@@ -357,7 +339,7 @@ class IpcTransport(Transport):
         if self._pulls:
             return
         try:
-            self._export(OpenViews.of(self._bound_receives))
+            self._export(OpenViews.of(self._landing.bound))
         except TransportUnavailable as error:
             if not self._may_pull:
                 raise
@@ -407,7 +389,9 @@ class IpcTransport(Transport):
     def _map_receivers(self, peers: Mapping[int, Description]) -> None:
         bound = bind_messages(self._sends, self._views)
         with self._unavailable_if_not_computable():
-            self._sent_checksums = self._make_checksums(bound)
+            # The first binding compiles; the next ones come right before a refit.
+            ahead = self._refits == 0
+            self._sent_checksums = MessageChecksums(bound, self.verify, self._device, ahead=ahead)
         mapped = {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound if rank in peers}
         outgoing = Outgoing.of(bound, mapped, self._signals)
         self._signal_addresses, self._lent_addresses = outgoing.signals, outgoing.lent
@@ -418,7 +402,7 @@ class IpcTransport(Transport):
 
     def _map_senders(self, peers: Mapping[int, Description]) -> None:
         assert self._signals is not None, "a receiver has signals"
-        bound = self._bound_receives
+        bound = self._landing.bound
         incoming = Incoming.of(
             bound, {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound}, self._signals
         )
@@ -470,10 +454,6 @@ class IpcTransport(Transport):
             self._memory.still_mapped()
         # Views would keep the memory of parameters that are offloaded meanwhile.
         self._views = LiveViews([])
-
-    def _make_checksums(self, messages: Mapping[int, Sequence[BoundMessage]]) -> MessageChecksums:
-        # The first binding compiles; the next ones come right before a refit.
-        return MessageChecksums(messages, self.verify, self._device, ahead=self._refits == 0)
 
     def _require_readable(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
@@ -561,7 +541,7 @@ class IpcTransport(Transport):
         assert signals is not None, "a receiver has signals"
         with clock.stage("transfer"):
             with clock.waiting():
-                self._await_signals(signals, readable(self._refits), "transfer")
+                self._waits.for_signals(signals, readable(self._refits), "transfer")
             stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
                 with torch.cuda.stream(stream):
@@ -576,86 +556,25 @@ class IpcTransport(Transport):
         """Wait until what this rank sends and receives has landed."""
         if self._sends:
             with clock.waiting():
-                self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
+                self._waits.until(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
         if not self._receives or self._signals is None:
             return TransferResult(self._payload, 0)
         # While bytes are on their way.
-        self._landed_checksums.prepare(self._number)
+        self._landing.prepare(self._number)
         with clock.stage("transfer"), clock.waiting():
             if self._pulls:
-                self._wait(self._ended.query, "transfer", lambda: "this rank's copies from its peers")
+                self._waits.until(self._ended.query, "transfer", lambda: "this rank's copies from its peers")
             number = checksums_landed if self._pulls else data_landed
-            self._await_signals(self._signals, number(self._refits), "transfer")
+            self._waits.for_signals(self._signals, number(self._refits), "transfer")
         if self._signals.was_signalled(void(self._refits)):
             return TransferResult(self._payload, 0, void=True)
         if self.verify == "off":
             return TransferResult(self._payload, 0)
         with clock.stage("verify"):
-            return TransferResult(self._payload, self._compare_checksums(self._signals, clock))
+            compared = self._landing.compare(self._number, self._refits, self._signals, self._ended, clock)
+            return TransferResult(self._payload, compared)
 
-    def _compare_checksums(self, signals: SignalBuffer, clock: StageClock) -> int:
-        """Compare what landed with the senders' checksums; returns the bytes that were compared."""
-        covered = self._landed_checksums.compute(self._number)
-        with clock.waiting():
-            self._await_signals(signals, checksums_landed(self._refits), "verify")
-        # A look that found the last signal may have found older checksums before it.
-        signals.fetch()
-        torch.ne(self._landed_checksums.sums, signals.checksums, out=self._differ)
-        self._damage.copy_(self._differ, non_blocking=True)
-        self._ended.record(torch.cuda.current_stream(self._device))
-        with clock.waiting():
-            self._wait(self._ended.query, "verify", lambda: "this rank's checksums")
-        for message, differs in zip(
-            self._landed_checksums.messages, self._damage.any(1).tolist(), strict=True
-        ):
-            if differs:
-                raise damaged(message, self.rank)
-        return covered
-
-    # Waiting, and the end.
-
-    def _await_signals(self, signals: SignalBuffer, number: int, stage: str) -> None:
-        late = signals.peers
-
-        def all_signalled() -> bool:
-            nonlocal late
-            missing_now = signals.missing(number)
-            late = late if missing_now is None else missing_now
-            return missing_now == []
-
-        self._wait(all_signalled, stage, lambda: ", ".join(map(self._who, late)))
-
-    def _wait_for_earlier_work(self, stage: str) -> None:
-        """Wait until this rank's GPU has done what was enqueued on the current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._wait(event.query, stage, lambda: "this rank's earlier work on its GPU")
-
-    def _wait(self, done: Callable[[], bool], stage: str, late: Callable[[], str]) -> None:
-        """Wait until ``done``; ``late`` says who or what is waited for."""
-
-        def timed_out() -> RefitTimeout:
-            return RefitTimeout(
-                f"{late()} did not finish within {self._timeout:.0f} s; dead, stuck, or late. Raise "
-                "policy.refit.timeout_s if it is only slow",
-                stage=stage,
-                rank=self.rank,
-            )
-
-        wait_until(done, self._timeout, stage, self._watch, timed_out)
-
-    @contextmanager
-    def _gpu_errors(self) -> Iterator[None]:
-        """An error of the GPU here usually means that a peer is gone; nothing works in this process after it."""
-        try:
-            yield
-        except (torch.AcceleratorError, DriverError) as error:
-            raise PeerLost(
-                f"the GPU failed while it wrote or read its peers' memory, or read what they wrote: {error}. A peer may have "
-                "freed its parameters during the refit. This process's CUDA context can't be used any more; restart it",
-                stage="transfer",
-                rank=self.rank,
-            ) from error
+    # The end.
 
     def _unbind(self, *, failed: bool) -> None:
         """Unmap the peers' memory, stop serving handles, and forget host memory."""
@@ -670,16 +589,17 @@ class IpcTransport(Transport):
     def _drop_mappings(self, *, failed: bool) -> None:
         # A sender whose receivers read has nothing mapped, and yet adds up its weights on a stream of its own.
         if failed and self._stream is not None and not self._drained():
-            # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
-            # lies where its tables lay would be taken for addresses, or written over.
-            logger.warning(
-                "kernels of a failed refit are still under way; what they use stays mapped and allocated"
+            leave_running(
+                "kernels of a failed refit",
+                self._imported,
+                self._tables,
+                self._sent_checksums,
+                self._signals,
             )
-            _left_running.append((self._imported, self._tables, self._sent_checksums, self._signals))
             self._imported = {}
         # Before new ones are made beside them.
         self._tables = ()
-        self._sent_checksums = _no_checksums()
+        self._sent_checksums = no_checksums()
         self._unmap()
 
     def _unmap(self) -> None:
@@ -696,7 +616,3 @@ class IpcTransport(Transport):
             return self._ended.query() and (signals is None or signals.idle())
 
         return gpu_ends_within(ended, _DRAIN_WITHIN)
-
-
-def _no_checksums() -> MessageChecksums:
-    return MessageChecksums({}, "off", torch.device("cpu"), ahead=False)
