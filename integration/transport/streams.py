@@ -181,9 +181,10 @@ def make_event(device: torch.device) -> Event:
     return _CudaEvents() if device.type == "cuda" else _HostEvent()
 
 
-def drain(streams: Sequence[Stream], device: torch.device, *used: object) -> None:
-    """After a failure: wait for some seconds until all that streams were given has ended. Until then it may use any of its memory,
-    which torch's allocator would hand to others on the stream that it was allocated on; if it does not end, ``used`` is kept."""
+def drain(streams: Sequence[Stream], device: torch.device, *used: object) -> bool:
+    """After a failure: wait for some seconds until all that streams were given has ended, and return whether it has. Until then it may
+    use any of its memory, which torch's allocator would hand to others on the stream that it was allocated on; if it does not end,
+    ``used`` is kept."""
     ends: list[Event] = []
 
     def ended() -> bool:
@@ -193,8 +194,10 @@ def drain(streams: Sequence[Stream], device: torch.device, *used: object) -> Non
                 stream.record(end)
         return all(end.query() for end in ends)
 
-    if not gpu_ends_within(ended, _DRAIN_WITHIN):
-        leave_running("kernels of a failed refit", *used)
+    if gpu_ends_within(ended, _DRAIN_WITHIN):
+        return True
+    leave_running("kernels of a failed refit", *used)
+    return False
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

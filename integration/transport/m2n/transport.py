@@ -23,7 +23,7 @@ from ...records.clock import StageClock
 from ..base import TransferResult, damaged
 from ..messages import LocalMessages
 from ..p2p import P2PTransport
-from ..streams import Event, have_ended, make_event, make_stream
+from ..streams import Event, drain, make_event, make_stream
 from .bound import BoundBatch, BoundReshards, Describer
 from .carried import ReshardPlan
 from .library import Communicators, lose
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Batches that are enqueued ahead of the GPU for each lane.
 _AHEAD = 2
-# Seconds for which a failed refit waits for its reshards.
-_DRAIN_WITHIN = 5.0
-_left_running: list[object] = []
 
 
 class M2nTransport(P2PTransport):
@@ -135,9 +132,8 @@ class M2nTransport(P2PTransport):
         if (
             failed
             and reshards is not None
-            and not have_ended(self._lane_streams, self.group.device, _DRAIN_WITHIN)
+            and not drain(self._lane_streams, self.group.device, reshards.memory)
         ):
-            _left_running.append(reshards.memory)
             lose()
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
