@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Box
@@ -19,6 +19,7 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from ..plan.worlds import Layouts, both_ends_agree, layouts, plans_of, run_plans
 
 BUCKET = 512
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def box_on(side: MeshSide, rank: int) -> tuple[Box, tuple[int, ...]]:
     return tuple(box), tuple(whole)
 
 
+@quick
 @given(st.one_of(layouts(), meshes()))
 def test_meshes_describe_what_ranks_hold_and_batches_keep_within_a_bucket(world: Layouts) -> None:
     carried = carried_of(world)
@@ -106,6 +108,7 @@ def test_meshes_describe_what_ranks_hold_and_batches_keep_within_a_bucket(world:
         assert max(loads.values()) <= BUCKET
 
 
+@quick
 @given(meshes())
 def test_even_meshes_of_ranks_in_a_row_are_carried_as_far_as_a_bucket_holds_them(world: Layouts) -> None:
     carried = carried_of(world, 1 << 20)
@@ -121,7 +124,7 @@ def test_even_meshes_of_ranks_in_a_row_are_carried_as_far_as_a_bucket_holds_them
     assert sum(nbytes for _, _, nbytes in small.left) == carried.nbytes
 
 
-@settings(max_examples=60)
+@quick
 @given(st.one_of(layouts(), meshes()), st.data())
 def test_both_ways_together_write_what_the_whole_plan_writes(world: Layouts, data: st.DataObject) -> None:
     analysis = analyse(world.specs, *world.holdings(), bucket_bytes=4096, fan_out=False)
