@@ -96,7 +96,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
             model, train, gen = recipe.model, recipe.train, recipe.gen
     else:
         if arguments.overrides:
-            named = next((o for o in arguments.overrides if "=" not in o), None)
+            named = next((o for o in arguments.overrides if "=" not in o and not o.startswith("~")), None)
             remedy = "give --recipe, or options" if named is None else f"did you mean recipe={named}?"
             wrong.append(
                 f"{' '.join(arguments.overrides)}: key=value overrides keys of a recipe, and none is given; {remedy}"
