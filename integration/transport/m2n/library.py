@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from ...comm.waiting import done_within, guarded
-from ...errors import RefitError, RefitTimeout
+from ...errors import RefitError, RefitTimeout, end_all
+from ..streams import working_on
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class _Process:
 
 
 _process = _Process()
+# Over the library's calls that make and end what a process shares. It is taken in threads alone that are left to themselves when their
+# time is up, since such a call may never return.
 _lock = threading.Lock()
 
 
@@ -140,8 +143,7 @@ class Communicators:
         self._rank, self._size, self._joins, self._device = rank, size, joins, device
         self._timeout_s, self._watch = timeout_s, watch
         self._comms: list[Any] = []
-        with _lock:
-            _process.users += 1
+        self._shares = False
         try:
             self.in_time(partial(self._open, ids, pack_bytes), "connect")
         except BaseException:
@@ -178,7 +180,7 @@ class Communicators:
 
         def run() -> T:
             try:
-                with torch.cuda.device(self._device):
+                with working_on(self._device):
                     return call()
             finally:
                 returned.set()
@@ -202,31 +204,34 @@ class Communicators:
 
     def close(self, *, failed: bool) -> None:
         """Give the communicators up, once all that was enqueued has ended; safe to call twice. ``failed``: peers may be gone."""
-        comms, self._comms = self._comms, []
-        with _lock:
-            if self._core is None:
-                return
-            self._core = None
-            _process.users -= 1
-            _process.closed += [comm.abort if failed else comm.destroy for comm in comms]
-            if _process.lost or _process.users:
-                return
-            handle, _process.handle = _process.handle, None
-            closing = [] if handle is None else [handle.destroy]
-            closing += _process.closed
-            _process.closed = []
-            with torch.cuda.device(self._device):
-                wrong = done_within([partial(self._on_device, call) for call in closing], _CLOSE_WITHIN)
+        if _process.lost:
+            return
+        ended = threading.Event()
+        wrong = done_within([partial(self._close, failed), ended.set], _CLOSE_WITHIN)
         if wrong:
             logger.warning("rank %d could not close nccl.m2n: %s", self._rank, wrong)
+        if not ended.is_set():
             lose()
 
-    def _on_device(self, call: Callable[[], object]) -> None:
-        with torch.cuda.device(self._device):
-            call()
+    def _close(self, failed: bool) -> None:
+        with _lock, working_on(self._device):
+            if not self._shares:
+                return
+            self._shares = False
+            _process.users -= 1
+            _process.closed += [comm.abort if failed else comm.destroy for comm in self._comms]
+            self._comms = []
+            if _process.users:
+                return
+            closing = [*([_process.handle.destroy] if _process.handle is not None else []), *_process.closed]
+            _process.handle, _process.closed = None, []
+            end_all(closing)
 
     def _open(self, ids: Sequence[bytes], pack_bytes: int) -> None:
         with self._explained("connect"):
+            with _lock:
+                _process.users += 1
+                self._shares = True
             for raw in ids:
                 unique = self._core.UniqueId.from_bytes(raw)
                 self._comms.append(self._core.Communicator.init(self._size, self._rank, unique))
