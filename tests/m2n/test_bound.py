@@ -235,6 +235,39 @@ def test_xferdtensor_is_refused_on_all_ranks_where_one_lacks_the_library(groups:
     assert groups.run(call) == [(TransportUnavailable, 0, True)] * 4
 
 
+def test_more_memory_than_one_rank_has_is_refused_on_all_of_them(
+    groups: GroupWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a group, which asks for a communicator with a bucket's memory, and of a session, which asks for one for each stream."""
+    asked: list[tuple[int, int]] = []
+
+    def unavailable(_: torch.device, pack_bytes: int, lanes: int) -> str:
+        asked.append((pack_bytes, lanes))
+        return "not so much" if len(asked) == 3 else ""
+
+    def call(rank: int, group: Group) -> Any:
+        src, dst = (torch.ones(4, 4), None) if rank < 2 else (None, torch.zeros(8, 2))
+        try:
+            xferdtensor(
+                src, [0, 1], [Shard(0)], dst, [2, 3], [Shard(1)], group, transport="m2n", bucket_bytes=8192
+            )
+        except TransportUnavailable as error:
+            return str(error)
+        return None
+
+    monkeypatch.setattr("rlrefit.integration.xferdtensor.cache.unavailable", unavailable)
+    assert all("not so much" in told for told in groups.run(call))
+    assert asked == [(8192, 1)] * 4
+    asked.clear()
+    monkeypatch.setattr("rlrefit.integration.transport.unavailable", unavailable)
+    sources = [SyntheticSource(SPECS, layout) for layout in WORLD.sources]
+    engines = [SyntheticDestination(SPECS, layout) for layout in WORLD.destinations]
+    config = RefitConfig(bucket_mb=1, streams=3, timeout_s=20.0, transport="m2n")
+    results = run_world(sources, engines, lambda *_: "a session", config)
+    assert [type(error) for error in results] == [TransportUnavailable] * 4
+    assert asked == [(1 << 20, 3)] * 4
+
+
 def transport_of(rank: int, group: Group) -> M2nTransport:
     """A rank's transport, bound and connected. Its library is played, and what would warm it up needs a GPU."""
     storage = trainer(rank) if rank < 2 else fused()[0]

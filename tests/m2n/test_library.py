@@ -38,6 +38,9 @@ class Library:
         self.core = SimpleNamespace(
             UniqueId=SimpleNamespace(from_bytes=bytes),
             Communicator=SimpleNamespace(init=self._communicator),
+            get_version=lambda: SimpleNamespace(
+                libnccl=SimpleNamespace(version=SimpleNamespace(release=(2, 30, 7)))
+            ),
         )
 
     def _call(self, name: str) -> None:
@@ -61,6 +64,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
     monkeypatch.setitem(sys.modules, "nccl.m2n", found.m2n)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "nccl.core", found.core)  # type: ignore[arg-type]
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.setattr(library, "_process", library._Process())
     monkeypatch.setattr(library, "_lock", threading.Lock())
     monkeypatch.setattr(library, "_RETURN_WITHIN", 0.1)
@@ -138,3 +142,26 @@ def test_a_library_that_refuses_is_closed_and_can_be_opened_again(played: Librar
     del played.instead["init"]
     opened().close(failed=False)
     assert not library._process.lost
+
+
+def lacks(pack_bytes: int, lanes: int) -> str:
+    return library.unavailable(torch.device("cuda"), pack_bytes, lanes)
+
+
+def test_what_the_first_has_opened_bounds_what_others_can_have_until_all_have_closed(played: Library) -> None:
+    assert not lacks(8192, 64)
+    first = opened(pack_bytes=4096, lanes=2)
+    assert not lacks(4096, 2)
+    assert "4096 bytes" in lacks(4097, 0)
+    # Communicators that share memory would wait for each other: each has its own.
+    assert not lacks(1024, 62)
+    assert "64 communicators" in lacks(1024, 63)
+    second = opened(pack_bytes=1024, lanes=3)
+    assert (first.pack_bytes, second.pack_bytes) == (2 * 4096, 3 * 4096)
+    first.close(failed=False)
+    assert lacks(4097, 0)
+    assert lacks(1024, 60), "a closed communicator's memory is freed with the handle"
+    second.close(failed=False)
+    assert not lacks(8192, 64)
+    opened(pack_bytes=8192).close(failed=False)
+    assert played.pack_buffers == ["4096:64", "8192:64"]

@@ -3,7 +3,7 @@
 What its sources (0.2.0, August 2026) say, and this module goes by:
 
 - A reshard packs into memory of the library, waits there for the other ranks on the GPU, and unpacks. That memory is as large
-  as ``NCCL_RESHARD_PACK_BUFFSIZES`` says, 2 GiB for each communicator without it.
+  as ``NCCL_RESHARD_PACK_BUFFSIZES`` says; without it 2 GiB, four times, which communicators share from the fifth on.
 - Between the GPUs of one host a reshard is copies by copy engines and waits of streams (``reshardCopyPackLsaHput``). Reshards that
   are joined in a group (``reshardCopyPackGroupNormalized``) go by a kernel, which needs GIN, and so a network card for RDMA,
   even there.
@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 # Oldest NCCL that nccl.m2n 0.1.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
 _OLDEST_NCCL = (2, 30, 5)
-# The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made.
+# The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made. More communicators than
+# that would share it, and wait for each other. It is allocated as a communicator first needs it, so that the most that the library
+# takes (MAX_SPLIT_CONCURRENCY in its reshard_limits.h) costs nothing.
 _PACK_BUFFERS = "NCCL_RESHARD_PACK_BUFFSIZES"
+_MOST_COMMUNICATORS = 64
 # Seconds that giving the library's memory and communicators back may take.
 _CLOSE_WITHIN = 30.0
 # Seconds for which a call of the library is waited for after its refit has failed.
@@ -53,14 +56,16 @@ class _Process:
     Attributes:
         handle: while communicators are open.
         users: how many :class:`Communicators` there are.
-        pack_bytes: of a lane's memory for packing, as the handle was made.
-        closed: communicators that are freed with the handle.
+        pack_bytes: of a communicator's memory for packing, since the handle was made; 0 before.
+        communicators: that have such memory until the handle is freed.
+        closed: what gives those of them up that are not used any more.
         lost: why the library can't be used any more; empty if it can.
     """
 
     handle: Any = None
     users: int = 0
     pack_bytes: int = 0
+    communicators: int = 0
     closed: list[Callable[[], object]] = field(default_factory=list)
     lost: str = ""
 
@@ -71,8 +76,14 @@ _process = _Process()
 _lock = threading.Lock()
 
 
-def unavailable(device: torch.device) -> str:
-    """Why ``nccl.m2n`` can't run in this process; empty if it can."""
+def unavailable(device: torch.device, pack_bytes: int, lanes: int) -> str:
+    """Why ``nccl.m2n`` can't run in this process; empty if it can.
+
+    Args:
+        device: of the weights.
+        pack_bytes: that a communicator is to pack at a time.
+        lanes: communicators that are to be opened.
+    """
     if device.type != "cuda":
         return "nccl.m2n needs GPUs"
     if _process.lost:
@@ -94,6 +105,16 @@ def unavailable(device: torch.device) -> str:
         return "nccl.m2n needs NCCL's cuMem allocator; start all ranks with NCCL_CUMEM_ENABLE=1"
     if _PACK_BUFFERS in os.environ:
         return f"{_PACK_BUFFERS} is set, and policy.refit.bucket_mb is what sizes that memory; unset it on all ranks"
+    if 0 < _process.pack_bytes < pack_bytes:
+        return (
+            f"nccl.m2n packs {_process.pack_bytes} bytes at a time for all that uses it in this process, as the first of it asked for, "
+            f"and {pack_bytes} are asked for now; give all the same bucket_mb or bucket_bytes"
+        )
+    if _process.communicators + lanes > _MOST_COMMUNICATORS:
+        return (
+            f"nccl.m2n has memory for {_MOST_COMMUNICATORS} communicators in a process, {_process.communicators} have been opened and "
+            f"{lanes} more are asked for; close all sessions that use it, or give fewer streams"
+        )
     return ""
 
 
@@ -104,7 +125,8 @@ def new_ids(count: int) -> list[bytes]:
 
 
 class Communicators:
-    """The library's communicators of one epoch, one for each lane. All ranks make and close them at the same time.
+    """The library's communicators of one epoch, one for each lane. All ranks make and close them at the same time, once none of them
+    finds the library :func:`unavailable`.
 
     Args:
         ids: of each lane, the same on all ranks.
@@ -119,7 +141,7 @@ class Communicators:
     Attributes:
         m2n: the module.
         lanes: how many there are.
-        pack_bytes: of all lanes' memory for packing.
+        pack_bytes: of all lanes' memory for packing, as large as the first in this process asked for.
 
     Raises:
         RefitError: they can't be made; says why.
@@ -139,7 +161,7 @@ class Communicators:
     ):
         self.m2n: Any = importlib.import_module("nccl.m2n")
         self._core: Any = importlib.import_module("nccl.core")
-        self.lanes, self.pack_bytes = len(ids), len(ids) * pack_bytes
+        self.lanes, self.pack_bytes = len(ids), 0
         self._rank, self._size, self._joins, self._device = rank, size, joins, device
         self._timeout_s, self._watch = timeout_s, watch
         self._comms: list[Any] = []
@@ -225,28 +247,24 @@ class Communicators:
                 return
             closing = [*([_process.handle.destroy] if _process.handle is not None else []), *_process.closed]
             _process.handle, _process.closed = None, []
+            _process.pack_bytes = _process.communicators = 0
             end_all(closing)
 
     def _open(self, ids: Sequence[bytes], pack_bytes: int) -> None:
         with self._explained("connect"):
             with _lock:
                 _process.users += 1
+                _process.communicators += len(ids)
                 self._shares = True
             for raw in ids:
                 unique = self._core.UniqueId.from_bytes(raw)
                 self._comms.append(self._core.Communicator.init(self._size, self._rank, unique))
             with _lock:
                 if _process.handle is None:
-                    with _pack_buffers(f"{pack_bytes}:{len(ids)}"):
+                    with _pack_buffers(f"{pack_bytes}:{_MOST_COMMUNICATORS}"):
                         _process.handle = self.m2n.Handle.create()
                     _process.pack_bytes = pack_bytes
-            if _process.pack_bytes < pack_bytes:
-                raise RefitError(
-                    f"buckets of {_process.pack_bytes} bytes serve all that uses nccl.m2n in this process, since the first of it "
-                    f"asked for them, and {pack_bytes} are asked for now; give all the same policy.refit.bucket_mb",
-                    stage="connect",
-                    rank=self._rank,
-                )
+                self.pack_bytes = len(ids) * _process.pack_bytes
 
     @contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
