@@ -130,6 +130,19 @@ def test_the_last_to_close_ends_the_handle_and_then_all_communicators(played: Li
     assert library._PACK_BUFFERS not in os.environ
 
 
+@pytest.mark.parametrize("call", ["destroy handle", "destroy communicator", "abort"])
+def test_a_call_that_raises_as_the_library_is_closed_loses_nothing(played: Library, call: str) -> None:
+    def refuse() -> None:
+        raise RuntimeError("invalid usage")
+
+    played.instead[call] = refuse
+    opened().close(failed=call == "abort")
+    assert len(played.calls) == 6, "all else is closed"
+    assert not library._process.lost
+    opened().close(failed=True)
+    assert played.calls.count("create") == 2
+
+
 def test_a_library_that_refuses_is_closed_and_can_be_opened_again(played: Library) -> None:
     def refuse() -> None:
         raise RuntimeError("invalid usage")

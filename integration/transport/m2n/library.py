@@ -1,6 +1,7 @@
 """NVIDIA's ``nccl.m2n`` (package ``nccl-extensions``) in this process: whether it can be used, and its communicators.
 
-What its sources (0.2.0, August 2026) say, and this module goes by:
+This module goes by its sources, in NVIDIA/nccl-extensions of 21 August 2026: nccl.m2n 0.2.0. Package 0.1.0 brings that version, with
+the same ``nccl_m2n.h``; it has the library as a binary. The sources say:
 
 - A reshard packs into memory of the library, waits there for the other ranks on the GPU, and unpacks. That memory is as large
   as ``NCCL_RESHARD_PACK_BUFFSIZES`` says; without it 2 GiB, four times, which communicators share from the fifth on.
@@ -32,7 +33,7 @@ from ..streams import working_on
 
 logger = logging.getLogger(__name__)
 
-# Oldest NCCL that nccl.m2n 0.1.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
+# Oldest NCCL that nccl.m2n 0.2.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
 _OLDEST_NCCL = (2, 30, 5)
 # The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made. More communicators than
 # that would share it, and wait for each other. It is allocated as a communicator first needs it, so that the most that the library
@@ -43,10 +44,6 @@ _MOST_COMMUNICATORS = 64
 _CLOSE_WITHIN = 30.0
 # Seconds for which a call of the library is waited for after its refit has failed.
 _RETURN_WITHIN = 5.0
-_LOST = (
-    "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it, and nothing "
-    "but the end of the process ends it; restart this process"
-)
 
 
 @dataclass
@@ -221,7 +218,7 @@ class Communicators:
                 stop.set()
             if not returned.wait(_RETURN_WITHIN):
                 # Its lock, which all its calls take, is held by a call that may never return.
-                lose()
+                lose(f"a call of nccl.m2n ({stage}) has not returned, since a rank died or stopped meanwhile")
             raise
 
     def close(self, *, failed: bool) -> None:
@@ -233,7 +230,7 @@ class Communicators:
         if wrong:
             logger.warning("rank %d could not close nccl.m2n: %s", self._rank, wrong)
         if not ended.is_set():
-            lose()
+            lose(f"nccl.m2n has not closed its communicators within {_CLOSE_WITHIN:.0f} s")
 
     def _close(self, failed: bool) -> None:
         with _lock, working_on(self._device):
@@ -281,11 +278,11 @@ class Communicators:
             ) from error
 
 
-def lose() -> None:
-    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end."""
+def lose(why: str) -> None:
+    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end: ``why``."""
     if not _process.lost:
-        _process.lost = _LOST
-        logger.error("%s", _LOST)
+        _process.lost = f"{why}, and nothing but the end of this process ends that; restart it"
+        logger.error("%s", _process.lost)
 
 
 @contextmanager

@@ -139,7 +139,9 @@ class M2nTransport(P2PTransport):
         self._reshards = None
         # All streams have had their time by now.
         if failed and not gpu_ends_within(lambda: all(one.query() for one in self._arrived), 0.0):
-            lose()
+            lose(
+                "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it"
+            )
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         assert self._reshards is not None, "connect comes before run"
