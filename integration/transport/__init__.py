@@ -100,7 +100,7 @@ def make_transport(
             end_all([partial(opened.close, failed=True)], error)
             raise
     if transport == "m2n" and isinstance(plan, ReshardPlan):
-        one_host = _require_m2n(channel, choice, device)
+        one_host = _require_m2n(channel, choice, device, config)
         return _open_m2n(group, channel, device, plan, config, one_host)
     if transport in ONE_SIDED and isinstance(plan, Plan):
         pulls = transport == "pull" and not world.is_source
@@ -125,9 +125,11 @@ def make_transport(
     raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull, m2n or golden")
 
 
-def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device) -> bool:
+def _require_m2n(channel: Channel, choice: GroupChoice, device: torch.device, config: RefitConfig) -> bool:
     """Check that all ranks can use ``nccl.m2n``, before any makes a communicator; returns whether they are on one host."""
-    reason = unavailable(device) if choice.kind == "network" else choice.why
+    reason = (
+        unavailable(device, config.bucket_bytes, config.streams) if choice.kind == "network" else choice.why
+    )
     told = channel.vote("m2n/able", [reason, host_identity()])
     for rank, (lacking, _) in enumerate(told):
         if lacking:

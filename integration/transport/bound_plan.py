@@ -126,12 +126,11 @@ class BoundPlan:
     @property
     def memory(self) -> list[object]:
         """All that kernels use which a refit enqueues, but for the exchanges."""
-        sums = self.checksums
         prepared = [
             (one.encoders, one.packed, one.unpacked, one.sent_checks, one.landed_checks)
             for one in self.rounds
         ]
-        return [self.buckets, sums.sent, sums.expected, sums.landed, prepared]
+        return [self.buckets, self.checksums.memory, prepared]
 
     def pack(self, index: int, refit: int) -> None:
         """Fill a round's bucket, with the checksums that are due in refit number ``refit``."""

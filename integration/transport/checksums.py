@@ -87,6 +87,12 @@ class ChecksumRows:
             self._parcels(messages.incoming, self.expected, self.landed_rows) if on else [],
         )
 
+    @property
+    def memory(self) -> list[object]:
+        """All that kernels use, but for the exchange."""
+        tags = [self._sent_tags, self._landed_tags]
+        return [*tags, self.sent, self.expected, self.landed, self._differs, self._differs_on_host]
+
     def begin_sent(self, refit: int) -> None:
         """Set ``sent`` to the tags of refit number ``refit``; enqueued on the current stream of a GPU.
 

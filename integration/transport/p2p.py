@@ -15,7 +15,7 @@ from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages
 from .storage import DeviceMemory, HostMemory, LiveViews
-from .streams import Event, drain, make_event, make_stream
+from .streams import Event, Stream, drain, make_event, make_stream
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
@@ -122,10 +122,20 @@ class P2PTransport(GroupTransport):
             # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
             self._free(failed)
 
+    @property
+    def _streams(self) -> list[Stream]:
+        """All that a run enqueues on."""
+        return [self._pack, self._unpack, *self._wires]
+
+    @property
+    def _memory_used(self) -> list[object]:
+        """All that the kernels of a run use, but for the exchanges; empty if nothing is bound."""
+        return self._bound.memory if self._bound is not None else []
+
     def _free(self, failed: bool) -> None:
         """Free the buckets, once nothing that a failed run has enqueued uses them any more."""
-        if failed and self._bound is not None:
-            drain((self._pack, self._unpack, *self._wires), self.group.device, self._bound.memory)
+        if failed and (used := self._memory_used):
+            drain(self._streams, self.group.device, used)
         self._bound = self._host = None
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:

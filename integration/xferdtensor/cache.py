@@ -19,7 +19,7 @@ from ..packing import make_copy
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
 from ..transport import GoldenTransport, P2PTransport, TransferResult
-from ..transport.m2n import Communicators, M2nTransport, ReshardPlan, new_ids
+from ..transport.m2n import Communicators, M2nTransport, ReshardPlan, new_ids, unavailable
 from .reshard import NAME, LocalPart, RankPart, Reshard, Side
 
 # Transfers that are kept for each process group and set of ranks; an older layout is agreed upon and compiled anew.
@@ -102,6 +102,13 @@ class Transfers:
             if found is None:
                 found = known[device, timeout_s] = Transfers(TorchGroup.over(group, device, timeout_s))
             return found
+
+    def lacks(self, request: Request) -> str:
+        """What this rank lacks for a request's transport; empty if nothing."""
+        if request.transport != "m2n":
+            return ""
+        lanes = 1 if self._communicators is None else 0
+        return unavailable(self.group.device, request.bucket_bytes, lanes)
 
     def agreed(self, request: Request) -> bool:
         """Whether all ranks have compared this request, and keep it since; the same on all of them."""
@@ -187,7 +194,7 @@ class Transfers:
         return Compiled(digest, part, StageClock(self.group.device))
 
     def _open_m2n(self, bucket_bytes: int) -> Communicators:
-        """The group's communicator of ``nccl.m2n``, made at its first use."""
+        """The group's communicator of ``nccl.m2n``, made at its first use; no call that :meth:`lacks` nothing needs more memory of it."""
         if self._communicators is None:
             group = self.group
             row = torch.zeros(_ID_BYTES, dtype=torch.uint8, device=group.device)

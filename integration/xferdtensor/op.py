@@ -20,7 +20,6 @@ from ..control.decoding import decode
 from ..errors import RefitMismatch, TransportUnavailable
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
 from ..transport import TransferResult
-from ..transport.m2n import unavailable
 from ..weights.manifest import dtype_name
 from .cache import Request, Transfers
 from .reshard import Side, full_shape
@@ -109,7 +108,7 @@ def xferdtensor(
         transport: ``p2p``; ``m2n``, by which NVIDIA's ``nccl.m2n`` moves what even meshes of ranks in a row express, and ``p2p``
             the rest; or ``golden`` (every part is broadcast to all ranks of the group: slow, the oracle). For ``m2n`` and ``golden``
             the meshes hold all ranks of the group. What ``m2n`` opens for a group, with memory of ``bucket_bytes``, stays open until
-            the process ends.
+            the process ends, and no later call of the process can have more.
         bucket_bytes: staging memory for each of at most two buckets a direction.
         verify: ``off``, ``sampled`` (one message of each pair of ranks a call, another one each time) or ``full``: checksums
             of sent and landed bytes.
@@ -121,7 +120,7 @@ def xferdtensor(
     Raises:
         ValueError: arguments that are wrong on their own. Other ranks then wait until their timeout.
         RefitMismatch: the ranks were called differently; on all of them, before anything is written.
-        TransportUnavailable: a rank can't use ``nccl.m2n``, and why; on all of them, before anything is written.
+        TransportUnavailable: a rank can't use ``nccl.m2n``, or not with so many ``bucket_bytes``, and why; on all of them, before anything is written.
         PlanError: ``bucket_bytes`` is too small for one element from every peer.
         RefitTimeout, PeerLost, VerificationError: ``dst`` may be written in part then.
     """
@@ -299,7 +298,7 @@ def _agree(
         "timeout_s": group.timeout_s,
     }
     local = {end.name: tuple(end.local.shape) for end in (source, destination) if end.local is not None}
-    lacks = unavailable(group.device)[:_LACKS_CHARACTERS] if request.transport == "m2n" else ""
+    lacks = transfers.lacks(request)[:_LACKS_CHARACTERS]
     own = _Arguments(settings, local, secrets.randbits(_TURN_BITS), lacks)
     told = [
         _read(_Arguments, raw, rank)

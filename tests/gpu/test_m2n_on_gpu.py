@@ -21,7 +21,7 @@ from . import test_offload_on_gpu as offload
 from .needs import needs
 from .spawned import spawned
 
-LACKING = unavailable(torch.device("cuda")) if torch.cuda.is_available() else ""
+LACKING = unavailable(torch.device("cuda"), 1 << 20, 2) if torch.cuda.is_available() else ""
 pytestmark = [*needs(gpus=2), pytest.mark.skipif(bool(LACKING), reason=LACKING)]
 
 HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8

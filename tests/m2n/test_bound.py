@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.comm import waiting
 from rlrefit.integration.comm.group import Group
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import TransportUnavailable
 from rlrefit.integration.layout import Fragment, Shard, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.transport.m2n import ReshardPlan
+from rlrefit.integration.transport import streams
+from rlrefit.integration.transport.m2n import M2nTransport, ReshardPlan, library, transport
 from rlrefit.integration.transport.m2n.bound import BoundReshards, Describer
 from rlrefit.integration.transport.messages import LocalMessages
+from rlrefit.integration.transport.streams import Stream
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.xferdtensor import xferdtensor
 from tests.plan.worlds import Layouts
@@ -57,17 +62,24 @@ def groups() -> Any:
         yield made
 
 
+def fragments_of(rank: int, storage: dict[str, list[torch.Tensor]]) -> list[Fragment]:
+    layout = [*WORLD.sources, *WORLD.destinations][rank]
+    shapes = {spec.name: spec.shape for spec in SPECS}
+    return [
+        Fragment(name, shapes[name], box, view)
+        for name, boxes in layout.items()
+        for box, view in zip(boxes, storage[name], strict=True)
+    ]
+
+
 def bind(rank: int, group: Group, storage: dict[str, list[torch.Tensor]], verify: str = "full") -> Any:
     """A rank's batches over storages of its boxes."""
     carried = carried_of(WORLD, 1 << 20)
     analysis = analyse(SPECS, *WORLD.holdings(), bucket_bytes=1 << 20, fan_out=False)
     messages = LocalMessages(ReshardPlan.of(analysis.compile(rank), carried).of_carried())
-    layout = [*WORLD.sources, *WORLD.destinations][rank]
-    shapes = {spec.name: spec.shape for spec in SPECS}
     fragments: dict[str, list[Fragment]] = defaultdict(list)
-    for name, boxes in layout.items():
-        for box, view in zip(boxes, storage[name], strict=True):
-            fragments[name].append(Fragment(name, shapes[name], box, view))
+    for fragment in fragments_of(rank, storage):
+        fragments[fragment.name].append(fragment)
     return carried, BoundReshards(carried.batches, messages, fragments, group, verify, Describer(WORDS), 2)
 
 
@@ -221,3 +233,84 @@ def test_xferdtensor_is_refused_on_all_ranks_where_one_lacks_the_library(groups:
         return None
 
     assert groups.run(call) == [(TransportUnavailable, 0, True)] * 4
+
+
+def test_more_memory_than_one_rank_has_is_refused_on_all_of_them(
+    groups: GroupWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a group, which asks for a communicator with a bucket's memory, and of a session, which asks for one for each stream."""
+    asked: list[tuple[int, int]] = []
+
+    def unavailable(_: torch.device, pack_bytes: int, lanes: int) -> str:
+        asked.append((pack_bytes, lanes))
+        return "not so much" if len(asked) == 3 else ""
+
+    def call(rank: int, group: Group) -> Any:
+        src, dst = (torch.ones(4, 4), None) if rank < 2 else (None, torch.zeros(8, 2))
+        try:
+            xferdtensor(
+                src, [0, 1], [Shard(0)], dst, [2, 3], [Shard(1)], group, transport="m2n", bucket_bytes=8192
+            )
+        except TransportUnavailable as error:
+            return str(error)
+        return None
+
+    monkeypatch.setattr("rlrefit.integration.xferdtensor.cache.unavailable", unavailable)
+    assert all("not so much" in told for told in groups.run(call))
+    assert asked == [(8192, 1)] * 4
+    asked.clear()
+    monkeypatch.setattr("rlrefit.integration.transport.unavailable", unavailable)
+    sources = [SyntheticSource(SPECS, layout) for layout in WORLD.sources]
+    engines = [SyntheticDestination(SPECS, layout) for layout in WORLD.destinations]
+    config = RefitConfig(bucket_mb=1, streams=3, timeout_s=20.0, transport="m2n")
+    results = run_world(sources, engines, lambda *_: "a session", config)
+    assert [type(error) for error in results] == [TransportUnavailable] * 4
+    assert asked == [(1 << 20, 3)] * 4
+
+
+def transport_of(rank: int, group: Group) -> M2nTransport:
+    """A rank's transport, bound and connected. Its library is played, and what would warm it up needs a GPU."""
+    storage = trainer(rank) if rank < 2 else fused()[0]
+    analysis = analyse(SPECS, *WORLD.holdings(), bucket_bytes=1 << 20, fan_out=False)
+    plan = ReshardPlan.of(analysis.compile(rank), carried_of(WORLD, 1 << 20))
+    communicators: Any = SimpleNamespace(m2n=WORDS, lanes=2, pack_bytes=0, in_time=lambda *_: None)
+    made = M2nTransport(group, communicators, rank, plan, "full")
+    made.bind(fragments_of(rank, storage))
+    made.connect([{"turns": {}}] * 4)
+    return made
+
+
+@pytest.mark.parametrize(("ends", "reshards_end"), [(True, True), (False, True), (False, False)])
+def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
+    groups: GroupWorld, monkeypatch: pytest.MonkeyPatch, ends: bool, reshards_end: bool
+) -> None:
+    kept: list[object] = []
+    looked_at: list[Stream] = []
+
+    def ended(done: Any, _: float) -> bool:
+        return bool(done()) and ends
+
+    monkeypatch.setattr(waiting, "_left_running", kept)
+    monkeypatch.setattr(library, "_process", library._Process())
+    monkeypatch.setattr(transport, "gpu_ends_within", lambda *_: reshards_end)
+    monkeypatch.setattr(streams, "gpu_ends_within", ended)
+    monkeypatch.setattr(
+        type(streams.make_stream(torch.device("cpu"))), "record", lambda s, _: looked_at.append(s)
+    )
+
+    def free(rank: int, group: Group) -> Any:
+        made = transport_of(rank, group)
+        used = [*made._reshards.buckets, *made._bound.buckets.values()]  # type: ignore[union-attr]
+        for sums in (made._reshards.checksums, made._bound.checksums):  # type: ignore[union-attr]
+            used += [sums.sent, sums.expected, sums.landed]
+        alive = [weakref.ref(one) for one in used]
+        del used, sums
+        everything = {made._pack, made._unpack, *made._wires, *made._lane_streams}
+        made.unbind(failed=True)
+        gc.collect()
+        return [one() is not None for one in alive], everything <= set(looked_at)
+
+    for alive, all_streams in groups.run(free):
+        assert set(alive) == {not ends}
+        assert all_streams
+    assert bool(library._process.lost) == (not reshards_end)

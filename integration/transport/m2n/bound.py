@@ -112,8 +112,8 @@ class BoundReshards:
 
     @property
     def memory(self) -> list[object]:
-        """All that a refit's kernels use."""
-        return [self.buckets, self.batches, self.checksums]
+        """All that a refit's kernels use, but for the exchange."""
+        return [self.buckets, self.batches, self.checksums.memory]
 
     def _held(self, transfer: MeshTransfer, fragments: Mapping[str, Sequence[Fragment]]) -> _Held:
         tensor = transfer.tensor

@@ -1,9 +1,10 @@
 """NVIDIA's ``nccl.m2n`` (package ``nccl-extensions``) in this process: whether it can be used, and its communicators.
 
-What its sources (0.2.0, August 2026) say, and this module goes by:
+This module goes by its sources, in NVIDIA/nccl-extensions of 21 August 2026: nccl.m2n 0.2.0. Package 0.1.0 brings that version, with
+the same ``nccl_m2n.h``; it has the library as a binary. The sources say:
 
 - A reshard packs into memory of the library, waits there for the other ranks on the GPU, and unpacks. That memory is as large
-  as ``NCCL_RESHARD_PACK_BUFFSIZES`` says, 2 GiB for each communicator without it.
+  as ``NCCL_RESHARD_PACK_BUFFSIZES`` says; without it 2 GiB, four times, which communicators share from the fifth on.
 - Between the GPUs of one host a reshard is copies by copy engines and waits of streams (``reshardCopyPackLsaHput``). Reshards that
   are joined in a group (``reshardCopyPackGroupNormalized``) go by a kernel, which needs GIN, and so a network card for RDMA,
   even there.
@@ -27,22 +28,22 @@ from typing import Any
 import torch
 
 from ...comm.waiting import done_within, guarded
-from ...errors import RefitError, RefitTimeout
+from ...errors import RefitError, RefitTimeout, end_all
+from ..streams import working_on
 
 logger = logging.getLogger(__name__)
 
-# Oldest NCCL that nccl.m2n 0.1.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
+# Oldest NCCL that nccl.m2n 0.2.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
 _OLDEST_NCCL = (2, 30, 5)
-# The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made.
+# The library's memory for packing, as "bytes:communicators"; read as the first handle of a process is made. More communicators than
+# that would share it, and wait for each other. It is allocated as a communicator first needs it, so that the most that the library
+# takes (MAX_SPLIT_CONCURRENCY in its reshard_limits.h) costs nothing.
 _PACK_BUFFERS = "NCCL_RESHARD_PACK_BUFFSIZES"
+_MOST_COMMUNICATORS = 64
 # Seconds that giving the library's memory and communicators back may take.
 _CLOSE_WITHIN = 30.0
 # Seconds for which a call of the library is waited for after its refit has failed.
 _RETURN_WITHIN = 5.0
-_LOST = (
-    "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it, and nothing "
-    "but the end of the process ends it; restart this process"
-)
 
 
 @dataclass
@@ -52,24 +53,34 @@ class _Process:
     Attributes:
         handle: while communicators are open.
         users: how many :class:`Communicators` there are.
-        pack_bytes: of a lane's memory for packing, as the handle was made.
-        closed: communicators that are freed with the handle.
+        pack_bytes: of a communicator's memory for packing, since the handle was made; 0 before.
+        communicators: that have such memory until the handle is freed.
+        closed: what gives those of them up that are not used any more.
         lost: why the library can't be used any more; empty if it can.
     """
 
     handle: Any = None
     users: int = 0
     pack_bytes: int = 0
+    communicators: int = 0
     closed: list[Callable[[], object]] = field(default_factory=list)
     lost: str = ""
 
 
 _process = _Process()
+# Over the library's calls that make and end what a process shares. It is taken in threads alone that are left to themselves when their
+# time is up, since such a call may never return.
 _lock = threading.Lock()
 
 
-def unavailable(device: torch.device) -> str:
-    """Why ``nccl.m2n`` can't run in this process; empty if it can."""
+def unavailable(device: torch.device, pack_bytes: int, lanes: int) -> str:
+    """Why ``nccl.m2n`` can't run in this process; empty if it can.
+
+    Args:
+        device: of the weights.
+        pack_bytes: that a communicator is to pack at a time.
+        lanes: communicators that are to be opened.
+    """
     if device.type != "cuda":
         return "nccl.m2n needs GPUs"
     if _process.lost:
@@ -91,6 +102,16 @@ def unavailable(device: torch.device) -> str:
         return "nccl.m2n needs NCCL's cuMem allocator; start all ranks with NCCL_CUMEM_ENABLE=1"
     if _PACK_BUFFERS in os.environ:
         return f"{_PACK_BUFFERS} is set, and policy.refit.bucket_mb is what sizes that memory; unset it on all ranks"
+    if 0 < _process.pack_bytes < pack_bytes:
+        return (
+            f"nccl.m2n packs {_process.pack_bytes} bytes at a time for all that uses it in this process, as the first of it asked for, "
+            f"and {pack_bytes} are asked for now; give all the same bucket_mb or bucket_bytes"
+        )
+    if _process.communicators + lanes > _MOST_COMMUNICATORS:
+        return (
+            f"nccl.m2n has memory for {_MOST_COMMUNICATORS} communicators in a process, {_process.communicators} have been opened and "
+            f"{lanes} more are asked for; close all sessions that use it, or give fewer streams"
+        )
     return ""
 
 
@@ -101,7 +122,8 @@ def new_ids(count: int) -> list[bytes]:
 
 
 class Communicators:
-    """The library's communicators of one epoch, one for each lane. All ranks make and close them at the same time.
+    """The library's communicators of one epoch, one for each lane. All ranks make and close them at the same time, once none of them
+    finds the library :func:`unavailable`.
 
     Args:
         ids: of each lane, the same on all ranks.
@@ -116,7 +138,7 @@ class Communicators:
     Attributes:
         m2n: the module.
         lanes: how many there are.
-        pack_bytes: of all lanes' memory for packing.
+        pack_bytes: of all lanes' memory for packing, as large as the first in this process asked for.
 
     Raises:
         RefitError: they can't be made; says why.
@@ -136,12 +158,11 @@ class Communicators:
     ):
         self.m2n: Any = importlib.import_module("nccl.m2n")
         self._core: Any = importlib.import_module("nccl.core")
-        self.lanes, self.pack_bytes = len(ids), len(ids) * pack_bytes
+        self.lanes, self.pack_bytes = len(ids), 0
         self._rank, self._size, self._joins, self._device = rank, size, joins, device
         self._timeout_s, self._watch = timeout_s, watch
         self._comms: list[Any] = []
-        with _lock:
-            _process.users += 1
+        self._shares = False
         try:
             self.in_time(partial(self._open, ids, pack_bytes), "connect")
         except BaseException:
@@ -178,7 +199,7 @@ class Communicators:
 
         def run() -> T:
             try:
-                with torch.cuda.device(self._device):
+                with working_on(self._device):
                     return call()
             finally:
                 returned.set()
@@ -197,51 +218,50 @@ class Communicators:
                 stop.set()
             if not returned.wait(_RETURN_WITHIN):
                 # Its lock, which all its calls take, is held by a call that may never return.
-                lose()
+                lose(f"a call of nccl.m2n ({stage}) has not returned, since a rank died or stopped meanwhile")
             raise
 
     def close(self, *, failed: bool) -> None:
         """Give the communicators up, once all that was enqueued has ended; safe to call twice. ``failed``: peers may be gone."""
-        comms, self._comms = self._comms, []
-        with _lock:
-            if self._core is None:
-                return
-            self._core = None
-            _process.users -= 1
-            _process.closed += [comm.abort if failed else comm.destroy for comm in comms]
-            if _process.lost or _process.users:
-                return
-            handle, _process.handle = _process.handle, None
-            closing = [] if handle is None else [handle.destroy]
-            closing += _process.closed
-            _process.closed = []
-            with torch.cuda.device(self._device):
-                wrong = done_within([partial(self._on_device, call) for call in closing], _CLOSE_WITHIN)
+        if _process.lost:
+            return
+        ended = threading.Event()
+        wrong = done_within([partial(self._close, failed), ended.set], _CLOSE_WITHIN)
         if wrong:
             logger.warning("rank %d could not close nccl.m2n: %s", self._rank, wrong)
-            lose()
+        if not ended.is_set():
+            lose(f"nccl.m2n has not closed its communicators within {_CLOSE_WITHIN:.0f} s")
 
-    def _on_device(self, call: Callable[[], object]) -> None:
-        with torch.cuda.device(self._device):
-            call()
+    def _close(self, failed: bool) -> None:
+        with _lock, working_on(self._device):
+            if not self._shares:
+                return
+            self._shares = False
+            _process.users -= 1
+            _process.closed += [comm.abort if failed else comm.destroy for comm in self._comms]
+            self._comms = []
+            if _process.users:
+                return
+            closing = [*([_process.handle.destroy] if _process.handle is not None else []), *_process.closed]
+            _process.handle, _process.closed = None, []
+            _process.pack_bytes = _process.communicators = 0
+            end_all(closing)
 
     def _open(self, ids: Sequence[bytes], pack_bytes: int) -> None:
         with self._explained("connect"):
+            with _lock:
+                _process.users += 1
+                _process.communicators += len(ids)
+                self._shares = True
             for raw in ids:
                 unique = self._core.UniqueId.from_bytes(raw)
                 self._comms.append(self._core.Communicator.init(self._size, self._rank, unique))
             with _lock:
                 if _process.handle is None:
-                    with _pack_buffers(f"{pack_bytes}:{len(ids)}"):
+                    with _pack_buffers(f"{pack_bytes}:{_MOST_COMMUNICATORS}"):
                         _process.handle = self.m2n.Handle.create()
                     _process.pack_bytes = pack_bytes
-            if _process.pack_bytes < pack_bytes:
-                raise RefitError(
-                    f"buckets of {_process.pack_bytes} bytes serve all that uses nccl.m2n in this process, since the first of it "
-                    f"asked for them, and {pack_bytes} are asked for now; give all the same policy.refit.bucket_mb",
-                    stage="connect",
-                    rank=self._rank,
-                )
+                self.pack_bytes = len(ids) * _process.pack_bytes
 
     @contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
@@ -258,11 +278,11 @@ class Communicators:
             ) from error
 
 
-def lose() -> None:
-    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end."""
+def lose(why: str) -> None:
+    """Note that the library can't be used in this process any more, since a call or its work on the GPU does not end: ``why``."""
     if not _process.lost:
-        _process.lost = _LOST
-        logger.error("%s", _LOST)
+        _process.lost = f"{why}, and nothing but the end of this process ends that; restart it"
+        logger.error("%s", _process.lost)
 
 
 @contextmanager

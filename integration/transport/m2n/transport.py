@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from ...comm.group import Group
-from ...comm.waiting import PAUSE_S
+from ...comm.waiting import PAUSE_S, gpu_ends_within
 from ...errors import end_all
 from ...layout import Fragment
 from ...plan import aligned
@@ -23,7 +23,7 @@ from ...records.clock import StageClock
 from ..base import TransferResult, damaged
 from ..messages import LocalMessages
 from ..p2p import P2PTransport
-from ..streams import Event, drain, make_event, make_stream
+from ..streams import Event, Stream, make_event, make_stream
 from .bound import BoundBatch, BoundReshards, Describer
 from .carried import ReshardPlan
 from .library import Communicators, lose
@@ -126,15 +126,22 @@ class M2nTransport(P2PTransport):
     def close(self, *, failed: bool = False) -> None:
         end_all([partial(super().close, failed=failed), partial(self._communicators.close, failed=failed)])
 
+    @property
+    def _streams(self) -> list[Stream]:
+        return [*super()._streams, *self._lane_streams]
+
+    @property
+    def _memory_used(self) -> list[object]:
+        return [*super()._memory_used, *(self._reshards.memory if self._reshards is not None else [])]
+
     def _free(self, failed: bool) -> None:
         super()._free(failed)
-        reshards, self._reshards = self._reshards, None
-        if (
-            failed
-            and reshards is not None
-            and not drain(self._lane_streams, self.group.device, reshards.memory)
-        ):
-            lose()
+        self._reshards = None
+        # All streams have had their time by now.
+        if failed and not gpu_ends_within(lambda: all(one.query() for one in self._arrived), 0.0):
+            lose(
+                "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it"
+            )
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         assert self._reshards is not None, "connect comes before run"
