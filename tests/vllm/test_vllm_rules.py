@@ -372,7 +372,12 @@ def test_a_model_is_refused_that_makes_something_of_its_weights_which_was_not_re
     sinks.sink_populated = False
     with pytest.raises(RefitError, match="sinks"):
         require_read_hooks(nn.Sequential(sinks))
-    require_read_hooks(_Caching())
+
+    # Methods of experts are modules that a layer has.
+    class Method(nn.Module):
+        def process_weights_after_loading(self, layer: nn.Module) -> None: ...
+
+    require_read_hooks(nn.Sequential(_Caching(), Method()))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ indexer and convolutions). CUDA graphs hold the addresses of both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from ....integration.errors import RefitError
 from .layouts import ATTENTION_MODULES
 
 _HOOK: Final = "process_weights_after_loading"
+_LAYER: Final = "layer"
 # Of attention with sinks of its own (openPangu): it writes them into its cache once.
 _POPULATED: Final = "sink_populated"
 # Keys and values, which are no weights.
@@ -41,7 +43,13 @@ def require_read_hooks(model: nn.Module) -> None:
                 "the first weights. No refit of such a model is taken",
                 stage="trace",
             )
-        if callable(getattr(module, _HOOK, None)) and not isinstance(module, ATTENTION_MODULES):
+        hook = getattr(module, _HOOK, None)
+        # Those of quantization methods and kernels are modules too, and take the layer that they are for: layouts knows them.
+        if (
+            callable(hook)
+            and not isinstance(module, ATTENTION_MODULES)
+            and _LAYER not in signature(hook).parameters
+        ):
             raise RefitError(
                 f"it was not read what {_HOOK} of {type(module).__name__} ({name or 'the whole model'}) makes of weights, and a refit "
                 "would leave it old. No refit of such a model is taken",
