@@ -7,7 +7,7 @@ indexer and convolutions). CUDA graphs hold the addresses of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from ....integration.errors import RefitError
+from ..common.loader_trace.modules import tensors_in
 from .layouts import ATTENTION_MODULES
 
 _HOOK: Final = "process_weights_after_loading"
@@ -110,7 +111,7 @@ def _look(module: nn.Module, name: str) -> _Looked:
 def _require_no_copy(name: str, module: nn.Module, attributes: Iterable[str]) -> None:
     weights: list[torch.Tensor] | None = None
     for attribute in attributes:
-        for tensor in _tensors(getattr(module, attribute, None)):
+        for tensor in tensors_in(getattr(module, attribute, None)):
             if attribute.startswith(_CACHE) or not tensor.is_floating_point():
                 continue
             if weights is None:
@@ -121,16 +122,6 @@ def _require_no_copy(name: str, module: nn.Module, attributes: Iterable[str]) ->
                     "would leave old. No refit of such a model is taken",
                     stage="trace",
                 )
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those that an attribute is, or has one after another."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (one for one in value if isinstance(one, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
 
 
 def _is_copy(tensor: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
