@@ -345,9 +345,9 @@ def check_nccl_xfer_refit_support(policy: Mapping[str, Any]) -> None:
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    # By the type itself: to isinstance() true is a whole number.
+    # By the type itself: to isinstance() true is a whole number. numpy's float64 is a float.
     kinds = get_args(wanted) or (wanted,)
-    return type(value) in kinds or (float in kinds and type(value) is int)
+    return type(value) in kinds or (float in kinds and (isinstance(value, float) or type(value) is int))
 
 
 def _shown(value: Any) -> str:

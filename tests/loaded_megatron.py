@@ -26,8 +26,10 @@ class _Ear(logging.Handler):
         ANNOUNCED.append(record.getMessage())
 
 
-# Bridge looks for it at every parameter, which takes a fifth of the time where it is not installed.
-sys.modules.setdefault("modelopt", None)  # type: ignore[arg-type]
+# Bridge looks for it at every parameter, which takes a fifth of the time where it is not installed. What it looks for is named too:
+# else Python would ask for each package that it would be in.
+for _name in ("modelopt", "modelopt.torch.opt.dynamic"):
+    sys.modules.setdefault(_name, None)  # type: ignore[arg-type]
 logging.getLogger(cpu_standins.__name__).addHandler(_Ear())
 _load_from_bytes = torch.storage._load_from_bytes
 cpu_standins.ensure_megatron()

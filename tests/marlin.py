@@ -52,8 +52,9 @@ def gptq_marlin_repack(
     )
     tiles = codes.reshape(size_k // TILE_K, TILE_K, size_n // TILE_N, TILE_N).swapaxes(1, 2)
     of_words = tiles.reshape(*tiles.shape[:2], TILE_K * TILE_N)[:, :, _places(num_bits)]
-    out = np.bitwise_or.reduce(of_words << shifts, axis=-1)
-    return torch.from_numpy(out.reshape(size_k // TILE_K, size_n * num_bits // 2).view(np.int32))
+    out = np.bitwise_or.reduce(of_words << shifts, axis=-1).reshape(size_k // TILE_K, size_n * num_bits // 2)
+    # As the kernel returns it; numpy's order in memory is that of what it was chosen from.
+    return torch.from_numpy(np.ascontiguousarray(out).view(np.int32))
 
 
 def permute_scales(scales: np.ndarray) -> np.ndarray:

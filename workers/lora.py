@@ -32,7 +32,7 @@ _NOT_PLAIN = (
     "mica",
     "kasa_config",
 )
-# Of peft's init_lora_weights, beside true and false.
+# Of peft's init_lora_weights those that leave the base weights as they are, beside true and false.
 _INIT_OF_FACTORS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 

@@ -247,7 +247,7 @@ def test_the_refit_configurations_own_violations_are_told_and_every_transport_is
     transport, verify = violations("policy.refit.verify=always", "policy.refit.transport=m3n")
     assert verify.startswith("policy.refit.verify: ")
     assert verify.endswith("[override 'policy.refit.verify=always']")
-    assert transport.startswith("policy.refit.transport: 'm3n' is not one of auto, ")
+    assert transport.startswith("policy.refit.transport: ")
     for offered in ("auto", "ipc", "pull", "p2p", "m2n", "golden"):
         assert violations(f"policy.refit.transport={offered}") == ()
 

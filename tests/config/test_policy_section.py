@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -62,6 +63,7 @@ def test_values_of_other_types_are_refused_with_all_else_that_is_wrong() -> None
         RefitConfig(**given, kv_scales=1, verify=False)  # type: ignore[arg-type]
     told = {text.split(":")[0].removeprefix("policy.refit.") for text in str(caught.value).split("; policy.")}
     assert {name.removeprefix("refit.") for name in told} == {*given, "kv_scales", "verify"}
+    assert RefitConfig(timeout_s=np.float64(60)).timeout_s == 60  # which is a float
 
 
 @pytest.mark.parametrize("refit", [["x"], "auto", [], "", False, RefitConfig.unchecked(streams=0)])

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rlrefit.integration.errors import RefitError
 
 
 def run(rank: int, checkpoint: str) -> dict[str, Any]:
-    """What this rank has after a refit was prepared, in each state that a trainer may be in."""
+    """What this rank has once a refit has finished gathers, in each state that a trainer may be in."""
     return {"by_shards": _by_shards(rank, checkpoint), "by_layers": _by_layers(rank, checkpoint)}
 
 
 def _by_shards(rank: int, checkpoint: str) -> dict[str, Any]:
     """The distributed optimizer: each rank updates its half of every bucket, and the gather follows in the next forward pass."""
-    chunk, source = _made(checkpoint, use_distributed_optimizer=True)
+    chunk, residence = _made(checkpoint, use_distributed_optimizer=True)
     held = [bucket.param_data.view(-1).chunk(2) for group in chunk.bucket_groups for bucket in group.buckets]
 
     def values() -> list[list[float]]:
@@ -30,31 +29,31 @@ def _by_shards(rank: int, checkpoint: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     step(1.0)
-    source.prepare()
+    residence.finish_gathers()
     found["after a step"] = values()
     step(3.0)
     chunk.start_param_sync()
-    source.prepare()
+    residence.finish_gathers()
     found["under way"] = values()
     for halves in held:
         halves[1 - rank].fill_(5.0 + rank)
-    source.prepare()
+    residence.finish_gathers()
     found["gathered before"] = values()
     step(7.0)
     chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
     try:
-        source.prepare()
+        residence.finish_gathers()
     except RefitError as error:
         found["in the gradients' memory"] = error.stage
     chunk.start_param_sync(force_sync=True)
-    source.prepare()
+    residence.finish_gathers()
     found["staged"] = values()
     return found
 
 
 def _by_layers(rank: int, checkpoint: str) -> dict[str, Any]:
     """A layer-wise optimizer: each rank updates some parameters whole, which are gathered through the gradients' memory."""
-    chunk, source = _made(checkpoint, use_distributed_optimizer=False)
+    chunk, residence = _made(checkpoint, use_distributed_optimizer=False)
     ours = [
         parameter
         for end in ("q_layernorm.weight", "k_layernorm.weight")
@@ -75,14 +74,14 @@ def _by_layers(rank: int, checkpoint: str) -> dict[str, Any]:
 
     accumulate()
     before = gradients()
-    source.prepare()
+    residence.finish_gathers()
     kept = all(map(torch.equal, before, gradients())) and any(gradient.any() for gradient in before)
     chunk.zero_grad_buffer()
     with torch.no_grad():
         ours[rank].fill_(3.0 + rank)
     chunk.reset_param_sync_dispatch_state()
     chunk.start_param_sync()
-    source.prepare()
+    residence.finish_gathers()
     return {"kept gradients": kept, "under way": [parameter.unique().tolist() for parameter in ours]}
 
 
@@ -90,9 +89,9 @@ def _made(checkpoint: str, *, use_distributed_optimizer: bool) -> tuple[Any, Any
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
-    from rlrefit.workers.trainers.megatron.source import MegatronSource
+    from rlrefit.workers.trainers.offload import Residence
 
-    made = build_megatron(checkpoint, MegatronLayout(), wrap_with_ddp=False)
+    made = build_megatron(checkpoint, MegatronLayout(), wrap_with_ddp=False, load_weights=False)
     late = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
@@ -100,5 +99,4 @@ def _made(checkpoint: str, *, use_distributed_optimizer: bool) -> tuple[Any, Any
         overlap_param_gather=True,
     )
     chunk = DistributedDataParallel(made.model[0].config, late, made.model[0])
-    dist.barrier()
-    return chunk, MegatronSource(made.bridge, [chunk])
+    return chunk, Residence([chunk], torch.device("cpu"))
