@@ -124,9 +124,11 @@ def _refusals(
 ) -> dict[str, str]:
     found = {}
     some = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
-    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep", "_qk_gamma_bf16"), 1):
+    # They come with the first step, and the ranks may have met before it.
+    for attribute in ("_derived_weight_cache_error", "w_kc_qrep", "_qk_gamma_bf16"):
         vars(some)[attribute] = "as SGLang says"
-        found[attribute] = refusal(destination.routes, [*specs[turn:], *specs[:turn]])
+        found[attribute] = refusal(destination.loads_alone, specs)
+        found[f"{attribute}, later"] = refusal(lambda _: destination.storage_key(), specs)
         del vars(some)[attribute]
     wide = [s._replace(dtype=torch.float32) if s.name.endswith(".q_a_proj.weight") else s for s in specs]
     found["FP32"] = refusal(destination.routes, wide)

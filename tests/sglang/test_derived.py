@@ -22,6 +22,7 @@ class _Model(nn.Module):
         self.segments: Any = None
         self.joined: Any = None
         self.late: Any = None
+        self.named: dict[str, torch.Tensor] = {}
         self.register_buffer("copied", None, persistent=False)
 
     def post_load_weights(self, rows: int = 8) -> None:
@@ -30,6 +31,7 @@ class _Model(nn.Module):
         self.gate.weight.data, self.up.weight.data = weight[:3], weight[3:]
         self.segments = weight[:, :2].contiguous(), 1e-6, weight[:, 2:].contiguous()
         self.copied = weight.t().contiguous()
+        self.named = {"gate": weight[:3].half(), "up": weight[3:].half()}
 
     def held(self) -> list[torch.Tensor]:
         return [
@@ -39,6 +41,7 @@ class _Model(nn.Module):
             self.norm,
             self.copied,
             *self.segments[::2],
+            *self.named.values(),
         ]
 
 

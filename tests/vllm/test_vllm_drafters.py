@@ -236,3 +236,9 @@ def test_a_manifest_without_a_weight_of_the_mtp_layers_is_refused_and_one_withou
         assert all(any(part in name for part in _SHARED) for name in rank.taken)
         assert rank.stayed
         assert len(rank.told) == 1
+
+
+@pytest.mark.parametrize("case", _ALL)
+def test_mtp_layers_that_compute_with_a_copy_of_their_weights_are_refused(ranks, case):
+    for rank in ranks:
+        assert "(copied)" in rank.copying

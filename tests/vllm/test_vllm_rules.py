@@ -339,6 +339,8 @@ COPIES = {
     ),
     "joined": lambda m: torch.cat([m.conv.weight.data.view(20, 4)] * 2),
     "in a tuple": lambda m: (1, m.norm.weight.data.float()),
+    "in FP8": lambda m: m.gate.weight.data[3:].to(torch.float8_e4m3fn),
+    "as powers of two": lambda m: {"scales": m.norm.weight.data.abs().to(torch.float8_e8m0fnu)},
 }
 
 
@@ -351,6 +353,8 @@ def test_a_copy_of_weights_is_refused_whether_it_was_there_at_the_meeting_or_cam
     copies.compare(twin)
     # What is computed, a view and constants are none, as often as they come.
     model.layer.places, model.layer.late = torch.randn(9, 24).to(BF16), torch.ones(24, dtype=BF16)
+    model.layer.codes = torch.randn(9, 24).to(torch.float8_e4m3fn)
+    model.layer.few = model.layer.gate.weight.data[3, :4].to(torch.float8_e4m3fn)
     copies.require_none()
     model.layer.late = model.layer.gate.weight.data[3]
     copies.require_none()

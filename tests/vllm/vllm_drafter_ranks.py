@@ -24,7 +24,7 @@ from vllm_ranks import (
 )
 from vllm_refit import refit
 
-from rlrefit.integration.errors import PlanError
+from rlrefit.integration.errors import PlanError, RefitError
 from tests.vllm_cpu import accept_experts_without_gates
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class DraftedRank:
         taken: and those without which it is not.
         stayed: what a manifest without weights of MTP layers left in the drafter is what was there before.
         told: what the log says of that manifest.
+        copying: with which words a drafter is refused that computes with a copy of a norm.
         process_state_untouched: tracing left vLLM's registries as they were.
     """
 
@@ -80,6 +81,7 @@ class DraftedRank:
     taken: set[str] = field(default_factory=set)
     stayed: bool = False
     told: list[str] = field(default_factory=list)
+    copying: str = ""
     process_state_untouched: bool = False
 
 
@@ -171,6 +173,14 @@ def _one_case(case: Case, apart: bool) -> DraftedRank:
     refit(destination, [], dict.fromkeys(b, ""), b, 2)
     found.differing["all through the loader"] = pair.differing(as_b)
     _without(destination, pair, a, found)
+    norm = next(m for m in pair.drafter.modules() if type(m).__name__.endswith("RMSNorm"))
+    vars(norm)["copied"] = norm.weight.detach().float()
+    # As of ranks that meet after a first step.
+    later = DrafterDestination(pair.drafter, pair.served, config, device)
+    try:
+        later.fragments(manifest_of(a))
+    except RefitError as error:
+        found.copying = str(error)
     return found
 
 

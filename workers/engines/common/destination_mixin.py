@@ -87,9 +87,10 @@ class DestinationRefitMixin:
             )
         if config.lora == "adapter" and self._refit_whole >= 0:
             raise RefitError(
-                f"policy.refit.lora is adapter, but refit {self._refit_whole} has brought all weights of this engine, with the adapter of a "
-                "trainer merged into them if it had one, and an adapter that comes alone would be added to these once more. Nothing has "
-                "moved; start the engine anew, or set lora to merge on all ranks of both sides",
+                f"policy.refit.lora is adapter, but refit {self._refit_whole} has brought all weights of this engine. If their trainer had an "
+                "adapter it is merged into them, which they don't tell, and one that comes alone would be added once more. Nothing has "
+                "moved; start the engine anew, with the base weights from a checkpoint (load_format is not dummy), or set lora to merge "
+                "on all ranks of both sides",
                 stage="settings",
             )
         self.brings_adapter = config.lora == "adapter"

@@ -156,8 +156,8 @@ class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: Besi
         return self._served.kept_bytes + (self._drafter.kept_bytes if self._follows else 0)
 
     def storage_key(self) -> Hashable:
-        """As :meth:`TracedDestination.storage_key`, of both."""
-        return self._served.storage_key(), self._drafter.storage_key()
+        """As :meth:`TracedDestination.storage_key`, of both; of the served model alone where the drafter stays as it is."""
+        return self._served.storage_key(), self._drafter.storage_key() if self._follows else None
 
     def new_epoch(self) -> None:
         """As :meth:`TracedDestination.new_epoch`, of both."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ....integration.errors import RefitError
+from ..common.loader_trace.modules import tensors_in
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def made_in_place(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules()
         for holder in (vars(module), module._buffers)
         for attribute, value in holder.items()
-        if _tensors(value)
+        if tensors_in(value)
     ]
     parameters = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
     yield
@@ -37,18 +38,12 @@ def made_in_place(model: nn.Module) -> Iterator[None]:
             made = holder.get(attribute)
             # What is not there any more is made by a later step, if at all.
             if made is not value and made is not None:
-                _follow(name, _tensors(value), _tensors(made))
+                _follow(name, tensors_in(value), tensors_in(made))
                 holder[attribute] = value
         for name, parameter, place in parameters:
             if parameter.data_ptr() != place.data_ptr():
                 _follow(name, [place], [parameter.data])
                 parameter.data = place
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    """Those that an attribute is, or has one after another."""
-    found = value if isinstance(value, (list, tuple)) else [value]
-    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def _follow(name: str, places: list[torch.Tensor], made: list[torch.Tensor]) -> None:

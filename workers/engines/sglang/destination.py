@@ -6,7 +6,7 @@ carry out what a loader writes besides: constants, a vocabulary's padding for ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,6 +100,24 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         """Whether SGLang lets its memory saver unmap the weights."""
         return bool(self._runner.server_args.enable_memory_saver)
 
+    def storage_key(self) -> Hashable:
+        """As :meth:`TracedDestination.storage_key`, before a refit writes.
+
+        Raises:
+            PlanError: the model holds a copy of weights that it has made since the ranks met, as it first computed.
+        """
+        _require_no_caches(self._held)
+        return super().storage_key()
+
+    def agree(self, specs: Manifest) -> SglangRoutes:
+        """As :meth:`TracedDestination.agree`; the model may have made copies since it was asked for these ``specs``.
+
+        Raises:
+            PlanError: it has.
+        """
+        _require_no_caches(self._held)
+        return super().agree(specs)
+
     def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """As :meth:`TracedDestination.fragments`; of parameters of a wider dtype the views are of memory beside them."""
         routes = self.agree(specs)
@@ -157,8 +175,11 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> SglangLayout:
         return module_layout(name, live, twin)
 
+    def _follow_parameters(self) -> None:
+        super()._follow_parameters()
+        self._held = [(path, vars(module)) for path, module in self._model.named_modules()]
+
     def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
-        _require_no_caches(self._model)
         _require_loadable(traced)
         check_follows(self._runner, traced.trace)
         # The drafter may be loaded otherwise than the model that it drafts for.
@@ -266,15 +287,15 @@ def _unread_post_load(model: nn.Module) -> str:
     return f"it was not read what post_load_weights of {type(model).__name__} changes"
 
 
-def _require_no_caches(model: nn.Module) -> None:
-    """Refuse a model that computes with copies of weights which no update renews.
+def _require_no_caches(modules: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse a model that computes with copies of weights which no update renews; ``modules``: what each of them holds, by name.
 
     Raises:
         PlanError: says which.
     """
     found = [
         (module, name, held)
-        for module, held in ((path, vars(module)) for path, module in model.named_modules())
+        for module, held in modules
         for name in (_DERIVED, *_MADE_ONCE)
         if held.get(name) is not None
     ]

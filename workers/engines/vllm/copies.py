@@ -7,7 +7,7 @@ indexer and convolutions). CUDA graphs hold the addresses of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from ....integration.errors import RefitError
+from ..common.loader_trace.modules import tensors_in
 from .layouts import ATTENTION_MODULES
 
 _HOOK: Final = "process_weights_after_loading"
@@ -110,7 +111,7 @@ def _look(module: nn.Module, name: str) -> _Looked:
 def _require_no_copy(name: str, module: nn.Module, attributes: Iterable[str]) -> None:
     weights: list[torch.Tensor] | None = None
     for attribute in attributes:
-        for tensor in _tensors(getattr(module, attribute, None)):
+        for tensor in tensors_in(getattr(module, attribute, None)):
             if attribute.startswith(_CACHE) or not tensor.is_floating_point():
                 continue
             if weights is None:
@@ -123,16 +124,6 @@ def _require_no_copy(name: str, module: nn.Module, attributes: Iterable[str]) ->
                 )
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those that an attribute is, or has one after another."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (one for one in value if isinstance(one, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
-
-
 def _is_copy(tensor: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
     """Whether some elements in a row of a tensor are in a row of weights, too, and are no view of these."""
     found = list(weights)
@@ -141,11 +132,19 @@ def _is_copy(tensor: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
     first = [0] * tensor.dim()
     for dim in range(tensor.dim()):
         run = tensor[tuple(slice(_RUN) if d == dim else at for d, at in enumerate(first))]
-        if run.unique().numel() >= _DIFFERENT and any(
-            _has_run(weight.to(run.dtype), run) for weight in found
+        if run.element_size() == 1 and run.numel() < _RUN:
+            continue  # a few codes are in a row of many a weight by chance
+        known = _comparable(run)
+        if known.unique().numel() >= _DIFFERENT and any(
+            _has_run(_comparable(weight.to(run.dtype)), known) for weight in found
         ):
             return True
     return False
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """FP8, and scales in E8M0, as FP32: torch finds no different elements among them."""
+    return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def _has_run(weight: torch.Tensor, run: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -169,11 +169,12 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
     def _model(self) -> nn.Module:
         return self._live
 
-    @contextmanager
-    def _twin(self) -> Iterator[nn.Module]:
-        with meta_twin(self._model, self._vllm_config) as twin:
-            self._copies.compare(twin)
-            yield twin
+    def _twin(self) -> AbstractContextManager[nn.Module]:
+        return meta_twin(self._model, self._vllm_config)
+
+    def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        self._copies.compare(twin)
+        return super()._trace(twin, manifest)
 
     def _blocks(self) -> dict[str, HoldsCodes]:
         return {**block_modules(self._model), **mxfp8_modules(self._model)}

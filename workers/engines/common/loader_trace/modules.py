@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -43,6 +44,14 @@ class ModuleLayout:
     def separable(self) -> bool:
         """Whether one of its parameters may be loaded by the engine while bytes are written straight into another."""
         return False
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """Those that a module's attribute is, or has one after another or by name."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    found = value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def owners_of(twin: nn.Module) -> dict[str, frozenset[str]]:
