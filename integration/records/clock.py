@@ -119,9 +119,18 @@ class StageClock:
         finally:
             self._waits += time.thread_time() - start
 
+    @contextmanager
+    def helping(self) -> Iterator[None]:
+        """Around a refit's work in another thread, for whose end the refit's own one waits: it is part of :attr:`host_seconds`."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self._waits -= time.thread_time() - start
+
     @property
     def host_seconds(self) -> float:
-        """CPU time that this thread spent since the start, in seconds, without its waits."""
+        """CPU time that this thread and those :meth:`helping` it spent since the start, in seconds, without their waits."""
         return time.thread_time() - self._thread_start - self._waits
 
     @property

@@ -29,7 +29,7 @@ class RefitRecord:
         seconds: time by stage, as :class:`~.clock.StageClock` defines it; stages may overlap, so that
             their sum may be more than ``seconds_total``.
         host_seconds: CPU time of the thread that ran the refit and made this record, without its waits. A trainer on CPUs exports
-            in another thread.
+            in another thread. What ``m2n`` enqueues in a thread of its own counts.
         peak_extra_bytes: bytes of the staging that is held between refits, and the larger of two: the buffers
             that a refit takes beside it, or on a GPU the allocator's peak above the start of this refit.
         timeline: every interval of every stage, in seconds after the refit's start; empty unless asked for.

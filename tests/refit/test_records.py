@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,6 +50,26 @@ def test_host_seconds_count_what_the_thread_computes_and_neither_sleep_nor_waits
     with clock.waiting():
         compute(0.05)
     assert 0.02 <= clock.host_seconds < 0.02 + 0.05
+
+
+def test_host_seconds_count_what_another_thread_computes_for_the_refit_and_not_its_waits() -> None:
+    clock = StageClock(torch.device("cpu"))
+
+    def compute(seconds: float) -> None:
+        start = time.thread_time()
+        while time.thread_time() - start < seconds:
+            pass
+
+    def help_out() -> None:
+        with clock.helping():
+            compute(0.05)
+            with clock.waiting():
+                compute(0.1)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compute, 0.1).result()
+        pool.submit(help_out).result()
+    assert 0.05 <= clock.host_seconds < 0.05 + 0.1
 
 
 def test_a_record_is_plain_data_and_carries_a_timeline_only_if_there_is_one() -> None:

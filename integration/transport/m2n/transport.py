@@ -215,17 +215,19 @@ class M2nTransport(P2PTransport):
 
     def _submit(self, reshards: BoundReshards, refit: int, clock: StageClock, stop: threading.Event) -> None:
         """Enqueue all batches, a few of them ahead of the GPU; in a thread of its own."""
-        self._pack.enter()
-        reshards.checksums.begin_sent(refit)
-        self._unpack.enter()
-        reshards.checksums.begin_landed(refit)
-        for index, batch in enumerate(reshards.batches):
-            before = index - _AHEAD * len(self._lane_streams)
-            while before >= 0 and not stop.is_set() and not self._landed_batches[before].query():
-                time.sleep(PAUSE_S)
-            if stop.is_set():
-                return
-            self._submit_batch(reshards, batch, index, refit, clock)
+        with clock.helping():
+            self._pack.enter()
+            reshards.checksums.begin_sent(refit)
+            self._unpack.enter()
+            reshards.checksums.begin_landed(refit)
+            for index, batch in enumerate(reshards.batches):
+                before = index - _AHEAD * len(self._lane_streams)
+                with clock.waiting():
+                    while before >= 0 and not stop.is_set() and not self._landed_batches[before].query():
+                        time.sleep(PAUSE_S)
+                if stop.is_set():
+                    return
+                self._submit_batch(reshards, batch, index, refit, clock)
 
     def _submit_batch(
         self, reshards: BoundReshards, batch: BoundBatch, index: int, refit: int, clock: StageClock
