@@ -13,6 +13,7 @@ from ..plan import Plan
 from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
+from .checksums import ChecksumRows
 from .messages import LocalMessages
 from .storage import DeviceMemory, HostMemory, LiveViews
 from .streams import Event, Stream, drain, make_event, make_stream
@@ -212,7 +213,7 @@ class P2PTransport(GroupTransport):
             unpacked = self._unpack_until(bound, refit, unpacked, index - behind + 1, clock)
         if self._meanwhile_at == count and meanwhile is not None:
             meanwhile()
-        self._compare(bound, clock)
+        self._compare(bound.checksums, self._exchanged, self._compared, clock)
         return [*(self._sent[index] for index in self._last), self._exchanged, self._compared]
 
     def _pack_round(self, bound: BoundPlan, index: int, refit: int, clock: StageClock) -> None:
@@ -258,17 +259,16 @@ class P2PTransport(GroupTransport):
         with stream.timed(clock, "unpack", self._landed[index]):
             bound.unpack(index, refit)
 
-    def _compare(self, bound: BoundPlan, clock: StageClock) -> None:
-        """After all rounds: exchange the checksums of bare messages, and compare all checksums."""
+    def _compare(self, rows: ChecksumRows, exchanged: Event, compared: Event, clock: StageClock) -> None:
+        """After all messages: exchange the checksums that travel by themselves, and compare all."""
         wire = self._wires[0]
         wire.enter()
         # The sums of what goes without staging are made on this stream.
         wire.wait_stream(self._pack)
-        exchange = bound.checksums.exchange
-        with wire.timed(clock, "transfer", self._exchanged, exchange.finish):
-            exchange.start("verify")
+        with wire.timed(clock, "transfer", exchanged, rows.exchange.finish):
+            rows.exchange.start("verify")
         stream = self._unpack
         stream.enter()
-        stream.wait_event(self._exchanged)
-        with stream.timed(clock, "verify", self._compared):
-            bound.checksums.compare()
+        stream.wait_event(exchanged)
+        with stream.timed(clock, "verify", compared):
+            rows.compare()

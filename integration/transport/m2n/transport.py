@@ -208,7 +208,7 @@ class M2nTransport(P2PTransport):
             group.wait_for(self._landed_batches, "transfer")
         caller = torch.cuda.current_stream()
         try:
-            self._compare_sums(reshards, clock)
+            self._compare(reshards.checksums, self._sums_exchanged, self._sums_compared, clock)
         finally:
             torch.cuda.set_stream(caller)
         return void
@@ -261,16 +261,3 @@ class M2nTransport(P2PTransport):
                 for check in checks:
                     if check.is_due(refit):
                         check.checksums.add_to(sums)
-
-    def _compare_sums(self, reshards: BoundReshards, clock: StageClock) -> None:
-        wire = self._wires[0]
-        wire.enter()
-        wire.wait_stream(self._pack)
-        exchange = reshards.checksums.exchange
-        with wire.timed(clock, "transfer", self._sums_exchanged, exchange.finish):
-            exchange.start("verify")
-        stream = self._unpack
-        stream.enter()
-        stream.wait_event(self._sums_exchanged)
-        with stream.timed(clock, "verify", self._sums_compared):
-            reshards.checksums.compare()
