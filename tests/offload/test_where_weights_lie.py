@@ -16,7 +16,7 @@ from rlrefit.integration.packing import make_checksums, make_copy
 from rlrefit.integration.packing.copies import CpuCopies, JoinedCopies
 from rlrefit.integration.packing.host import CopiesByHost, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.transport import bound_plan
+from rlrefit.integration.transport import bound_plan, checksums
 from rlrefit.integration.transport.messages import LocalMessages
 from rlrefit.integration.transport.storage import HostMemory, LiveViews
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -104,7 +104,7 @@ def test_what_the_host_copies_is_added_up_in_its_bucket_and_verified(
         added.extend(view for view, _ in views)
         return make_checksums(views, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bound_plan, "make_checksums", making)
+    monkeypatch.setattr(checksums, "make_checksums", making)
 
     def body(rank: int, session: object, endpoint: object) -> object:
         found = [refit_changed(session, endpoint, version) for version in (1, 2)]  # type: ignore[arg-type]
