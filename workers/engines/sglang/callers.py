@@ -151,7 +151,16 @@ class EngineCaller:
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))
         if step.name == "update_weight_version":
-            manager.record_config_updates("rlrefit", weight_version=step.fields["new_version"])
+            if hasattr(
+                manager, "update_weight_version"
+            ):  # of 0.5.23, whose schedulers tell it with each completion
+                from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+                await manager.update_weight_version(
+                    UpdateWeightVersionReqInput(**step.fields, abort_all_requests=False)
+                )
+            else:
+                manager.record_config_updates("rlrefit", weight_version=step.fields["new_version"])
             return Answer()
         if step.name == "flush_cache":
             flushed = await manager.flush_cache(**step.fields)
