@@ -21,7 +21,7 @@ class TransferResult:
 
     ``void``: a sender's weights lay elsewhere than was thought, so that what came of it counts for nothing. Of a delta refit also
     ``wire_bytes``, that travelled in place of the payload, and ``changed_share``, of its elements that differed from the base.
-    ``resharded``: of the payload, what ``nccl.m2n`` carried.
+    ``resharded_bytes``: of the payload, what ``nccl.m2n`` carried.
     """
 
     payload_bytes: int

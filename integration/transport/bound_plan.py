@@ -18,7 +18,7 @@ from ..packing import (
 )
 from ..packing.host import CopiesByHost, copied_by_host
 from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
-from .checksums import Check, ChecksumRows
+from .checksums import Check, ChecksumRows, add_due
 from .messages import LocalMessage, LocalMessages
 from .storage import LiveView, LiveViews, flat_bytes, in_memory, packed_view, unowned
 
@@ -140,18 +140,14 @@ class BoundPlan:
         one.by_host.launch()
         for encoder in one.encoders:
             encoder.launch()
-        for check in one.sent_checks:
-            if check.is_due(refit):
-                check.checksums.add_to(self.checksums.sent)
+        add_due(one.sent_checks, refit, self.checksums.sent)
         one.packed.launch()
 
     def unpack(self, index: int, refit: int) -> None:
         """Empty a round's bucket into live storage, and add up what landed there."""
         one = self.rounds[index]
         one.unpacked.launch()
-        for check in one.landed_checks:
-            if check.is_due(refit):
-                check.checksums.add_to(self.checksums.landed)
+        add_due(one.landed_checks, refit, self.checksums.landed)
 
     def drop(self) -> None:
         """After a failure: forget what is under way."""

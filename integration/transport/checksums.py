@@ -33,9 +33,12 @@ class Check(NamedTuple):
     of: int
     checksums: Checksums
 
-    def is_due(self, refit: int) -> bool:
-        """Whether they are in refit number ``refit``."""
-        return refit % self.of == self.turn
+
+def add_due(checks: Iterable[Check], refit: int, sums: torch.Tensor) -> None:
+    """Add the checksums that are due in refit number ``refit`` to rows of :class:`ChecksumRows`."""
+    for turn, of, checksums in checks:
+        if refit % of == turn:
+            checksums.add_to(sums)
 
 
 class ChecksumRows:

@@ -20,6 +20,7 @@ from rlrefit.integration.layout import Fragment, Shard, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.plan import analyse
 from rlrefit.integration.transport import streams
+from rlrefit.integration.transport.checksums import add_due
 from rlrefit.integration.transport.m2n import M2nTransport, ReshardPlan, library, transport
 from rlrefit.integration.transport.m2n.bound import BoundReshards, Describer
 from rlrefit.integration.transport.messages import LocalMessages
@@ -187,9 +188,7 @@ def test_both_sides_add_up_the_same_checksums_of_equal_weights(groups: GroupWorl
             for batch in bound.batches:
                 batch.gathered.launch()
                 for checks, into in ((batch.sent_checks, rows.sent), (batch.landed_checks, rows.landed)):
-                    for check in checks:
-                        if check.is_due(refit):
-                            check.checksums.add_to(into)
+                    add_due(checks, refit, into)
             rows.exchange.start("verify")
             rows.exchange.finish("verify")
             rows.compare()

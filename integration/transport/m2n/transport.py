@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -21,6 +20,7 @@ from ...layout import Fragment
 from ...plan import aligned
 from ...records.clock import StageClock
 from ..base import TransferResult, damaged
+from ..checksums import add_due
 from ..messages import LocalMessages
 from ..p2p import P2PTransport
 from ..streams import Event, Stream, make_event, make_stream
@@ -28,8 +28,6 @@ from .bound import BoundBatch, BoundReshards, Describer
 from .carried import ReshardPlan
 from .library import Communicators, lose
 from .meshes import MeshTransfer, smallest_shapes
-
-logger = logging.getLogger(__name__)
 
 # Batches that are enqueued ahead of the GPU for each lane.
 _AHEAD = 2
@@ -258,6 +256,4 @@ class M2nTransport(P2PTransport):
             summing.enter()
             summing.wait_event(after[index])
             with summing.timed(clock, "verify", event[index]):
-                for check in checks:
-                    if check.is_due(refit):
-                        check.checksums.add_to(sums)
+                add_due(checks, refit, sums)

@@ -151,9 +151,8 @@ class EngineCaller:
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))
         if step.name == "update_weight_version":
-            if hasattr(
-                manager, "update_weight_version"
-            ):  # of 0.5.23, whose schedulers tell it with each completion
+            # Of 0.5.23, whose schedulers tell it with each completion.
+            if hasattr(manager, "update_weight_version"):
                 from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
                 await manager.update_weight_version(
