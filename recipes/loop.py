@@ -158,13 +158,14 @@ class TrainingLoop:
 
     def _batch(self, experience: Experience) -> PolicyBatch:
         batch = self._collector.batch(experience)
-        rewards = torch.tensor([r.reward for r in experience.rollouts])
+        # In the numbers of the reward function: two that float32 can't tell apart are no equal ones.
+        rewards = torch.tensor([r.reward for r in experience.rollouts], dtype=torch.float64)
         algorithm = self._config.algorithm
         advantages = group_advantages(rewards, algorithm.group_size, normalize_std=algorithm.normalize_std)
         reference = self._trainers.compute_reference_logprobs(batch) if algorithm.kl_coef > 0 else None
         return replace(
             batch,
-            advantages=advantages,
+            advantages=advantages.float(),
             old_logprobs=self._trainers.compute_logprobs(batch),
             ref_logprobs=reference,
         )

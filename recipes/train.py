@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.markup import escape
 
 from .algorithms.losses import PolicyLossConfig
 from .config.engines import needs_bfloat16
@@ -69,9 +70,9 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     """
     if used := [violation.text for violation in name_violations(config)]:
         raise ConfigError(config.name, used)
-    folder = Path(config.run_root) / config.name
+    folder = config.folder
     with _told_where_it_writes(config):
-        model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
+        model_path = resolve_model_path(config.model.path, folder.parent / "models")
     inputs = RunInputs(config, model_path)
     with ExitStack() as held:
         try:
@@ -80,11 +81,15 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
                 held.enter_context(alone_in(folder))
         except FolderInUse as error:
             raise RunError(str(error)) from error
-        return _train_in(folder, config, model_path, inputs, console, refits)
+        with _told_where_it_writes(config):
+            store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
+        held.enter_context(_told_what_is_saved(store))
+        return _train_in(folder, store, config, model_path, inputs, console, refits)
 
 
 def _train_in(
     folder: Path,
+    store: CheckpointStore,
     config: TrainConfig,
     model_path: str,
     inputs: RunInputs,
@@ -92,27 +97,24 @@ def _train_in(
     refits: Callable[..., Refits] | None,
 ) -> Path:
     """As :func:`train`, in a folder that no other run has."""
-    with _told_where_it_writes(config):
-        store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
     resumed = _resume(store, config.resume, console)
     first_step = resumed.step + 1 if resumed else 1
     if first_step > config.algorithm.steps:
         console.print(f"all {config.algorithm.steps} steps are done; nothing was started", soft_wrap=True)
         return folder
-    if resumed:
+    with _told_where_it_writes(config):
         try:
-            inputs.sampler.load_state_dict(resumed.extra["sampler"])
+            if resumed:
+                inputs.sampler.load_state_dict(resumed.extra["sampler"])
+            metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
+            # Version k is moved at the start of step k + 1.
+            keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
         except ValueError as error:
             raise RunError(str(error)) from error
-    with _told_where_it_writes(config):
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
-        # Version k is moved at the start of step k + 1.
-        keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
         model_path = on_all_hosts(model_path)
-        stack.enter_context(_told_what_is_saved(store))
         ranks = config.trainer.ranks + config.generation.ranks
         with under_way(console, f"starting {ranks} ranks"):
             stack.enter_context(ray_cluster(config.ray, ranks))
@@ -156,7 +158,7 @@ def _train_in(
         with _stop_on_interrupt(console) as stop:
             done = loop.run(first_step, stop)
     if metrics.rows:
-        console.print(display.table(metrics.rows, f"{config.name}: {len(metrics.rows)} steps"))
+        console.print(display.table(metrics.rows, escape(f"{config.name}: {len(metrics.rows)} steps")))
         picture = folder / "report.png"
         try:
             write_report(
@@ -165,7 +167,8 @@ def _train_in(
         except OSError as error:  # what was trained is worth more than its picture
             logger.error("%s can't be written: %s", picture, error)
         else:
-            console.print(f"metrics {folder / 'metrics.jsonl'}, picture {picture}", soft_wrap=True)
+            told = f"metrics {folder / 'metrics.jsonl'}, picture {picture}"
+            console.print(told, markup=False, soft_wrap=True)
     if done < config.algorithm.steps:
         raise Interrupted(f"stopped after step {done}, which is saved; resume=true goes on from there")
     return folder
@@ -227,14 +230,16 @@ def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:
         return None
     found = store.latest_good()
     for skipped in found.skipped:
-        console.print(f"[yellow]checkpoint {skipped.folder} is skipped: {skipped.reason}", soft_wrap=True)
-        console.print(f"[yellow]it is kept as {store.set_aside(skipped)}", soft_wrap=True)
-    if found.checkpoint is None:
-        console.print(f"no checkpoint to resume from in {store.root}; starting at step 1", soft_wrap=True)
-    else:
-        console.print(
-            f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}", soft_wrap=True
-        )
+        problem = f"checkpoint {skipped.folder} is skipped: {skipped.reason}"
+        console.print(problem, style="yellow", markup=False, soft_wrap=True)
+        kept = f"it is kept as {store.set_aside(skipped)}"
+        console.print(kept, style="yellow", markup=False, soft_wrap=True)
+    told = (
+        f"no checkpoint to resume from in {store.root}; starting at step 1"
+        if found.checkpoint is None
+        else f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}"
+    )
+    console.print(told, markup=False, soft_wrap=True)
     return found.checkpoint
 
 
@@ -242,7 +247,7 @@ def _headline(config: TrainConfig, model_path: str) -> str:
     generation = config.generation
     shared = ", colocated" if generation.colocated.enabled else ""
     return (
-        f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {config.trainer.ranks} ranks "
+        f"[bold]{escape(config.name)}[/]: {config.algorithm.name} on {escape(model_path)}; trainer {config.trainer.ranks} ranks "
         f"({_trainer_text(config.trainer)}), {generation.backend} {generation.replicas} x TP{generation.tensor_parallel}{shared}"
     )
 

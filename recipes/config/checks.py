@@ -126,6 +126,10 @@ _READ_WHERE: tuple[tuple[str, Callable[[TrainConfig], bool], str], ...] = (
     ("algorithm.max_sampling_rounds", lambda c: c.algorithm.dynamic_sampling, "algorithm.dynamic_sampling=true"),
     ("algorithm.overlong_penalty", lambda c: c.algorithm.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     ("reward.timeout_s", lambda c: c.reward.processes > 0, "reward.processes above 0"),
+    ("policy.refit.transport", lambda c: c.policy.nccl_xfer_refit, "policy.nccl_xfer_refit=true"),
+    ("policy.refit.streams", lambda c: c.policy.nccl_xfer_refit, "policy.nccl_xfer_refit=true"),
+    ("policy.refit.delta", lambda c: c.policy.nccl_xfer_refit, "policy.nccl_xfer_refit=true"),
+    ("policy.refit.delta_base", lambda c: c.policy.refit.delta != "off", "policy.refit.delta auto or always"),
 )  # fmt: skip
 
 
@@ -404,8 +408,8 @@ def _foreign(config: TrainConfig, keys: tuple[str, ...], owner: str, backend: st
         yield Violation(
             (key, "trainer.backend"),
             f"{key}: {_shown(value)} is {owner}'s, and has no effect with trainer.backend={backend}{instead}; give "
-            f"{_shown(default)}, or select the trainer with trainer={backend}, which drops what a recipe says for the "
-            "other one",
+            f"{_shown(default)}, or select a trainer: trainer={owner.lower()} reads it, and trainer={backend} drops what a recipe's file "
+            "says for the other one",
         )
 
 

@@ -81,7 +81,7 @@ def weight_violations(config: TrainConfig) -> Iterator[Violation]:
 
 def name_violations(config: TrainConfig) -> Iterator[Violation]:
     """A name under which an earlier run has saved checkpoints, which a run that starts over must not mix with its own."""
-    checkpoints = Path(config.run_root) / config.name / "checkpoints"
+    checkpoints = config.folder / "checkpoints"
     if not config.resume and any(checkpoints.glob("step_*")):
         yield Violation(
             ("name", "resume", "run_root"),

@@ -7,6 +7,7 @@ values go together.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...integration.config import RefitConfig
@@ -501,6 +502,12 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+
+    @property
+    def folder(self) -> Path:
+        """Of the run's files."""
+        # A shell leaves ~ as it is behind the = of some, and in files.
+        return Path(self.run_root).expanduser() / self.name
 
     @property
     def refit_engine(self) -> str:

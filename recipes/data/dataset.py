@@ -231,17 +231,33 @@ def _problem(row: Mapping[str, Any], prompt_key: str, answer_key: str) -> str | 
             )
     if prompt_key in row:
         found.append(_prompt_problem(row[prompt_key], prompt_key))
-    if answer_key in row and not isinstance(row[answer_key], str):
-        kind = type(row[answer_key]).__name__
-        found.append(
-            f"{answer_key!r} is {row[answer_key]!r} of type {kind}, not a string; quote or convert it"
-        )
+    if answer_key in row:
+        found.append(_answer_problem(row[answer_key], answer_key))
     return "; ".join(problem for problem in found if problem) or None
+
+
+def _answer_problem(answer: Any, key: str) -> str | None:
+    if isinstance(answer, str):
+        return _half_character(answer, key)
+    return f"{key!r} is {answer!r} of type {type(answer).__name__}, not a string; quote or convert it"
+
+
+def _half_character(text: str, what: str) -> str | None:
+    """A complaint if the text is none: JSON can write one half of what UTF-16 writes in two."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"character {error.start + 1} of {what!r} is {text[error.start]!a}, half of a surrogate pair, which tokenizers refuse; "
+            "correct the text or drop the record"
+        )
+    return None
 
 
 def _prompt_problem(prompt: Any, key: str) -> str | None:
     if isinstance(prompt, str):
-        return None if prompt.strip() else f"{key!r} is empty; write a prompt or drop the record"
+        empty = f"{key!r} is empty; write a prompt or drop the record"
+        return _half_character(prompt, key) if prompt.strip() else empty
     if not isinstance(prompt, list):
         kind = type(prompt).__name__
         return f"{key!r} is of type {kind}, neither a string nor a list of chat messages; convert it"
@@ -253,6 +269,8 @@ def _prompt_problem(prompt: Any, key: str) -> str | None:
         )
         if not good:
             return f"message {index} of {key!r} isn't an object with strings 'role' and 'content'; correct it"
+        if problem := _half_character(message["content"], f"{key}[{index}].content"):
+            return problem
     return None
 
 

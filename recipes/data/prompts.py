@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError  # torch brings jinja2 along
 
 from ..config.schema import DataConfig
 from .dataset import BadRecord, DataError, Record, read_records, require_records
@@ -50,8 +51,8 @@ class PromptDataset:
         config: ``max_prompt_tokens``, ``overlong_prompts``, ``instruction`` and the chat template's keys are read.
 
     Raises:
-        DataError: prompts without or (unless they are to be dropped) with too many tokens, all of them listed;
-            none is left; or a chat template is wanted that the tokenizer lacks, or that does not read its variables.
+        DataError: prompts without or (unless they are to be dropped) with too many tokens, or that the chat template refuses,
+            all of them listed; none is left; or a chat template is wanted that the tokenizer lacks, or that does not read its variables.
     """
 
     def __init__(
@@ -179,12 +180,15 @@ def _tokenize(
             "give prompts as strings, or use a model whose tokenizer has a template"
         )
     _check_template_kwargs(tokenizer, config, used=not all(plain))
-    texts = [
-        _text(record, tokenizer, config, templated=not p) for record, p in zip(records, plain, strict=True)
-    ]
     prompts: list[Prompt] = []
     problems: list[BadRecord] = []
-    for record, text, is_plain in zip(records, texts, plain, strict=True):
+    for record, is_plain in zip(records, plain, strict=True):
+        try:
+            text = _text(record, tokenizer, config, templated=not is_plain)
+        except TemplateError as error:  # templates raise it for roles that the model does not know, say
+            problem = f"the chat template refuses the messages: {error}; correct them or drop the record"
+            problems.append(BadRecord(record.origin, record.position, problem))
+            continue
         # A template writes the special tokens itself.
         token_ids = tuple(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
         limit = config.max_prompt_tokens

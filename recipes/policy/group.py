@@ -92,7 +92,7 @@ class TrainerGroup:
             guest_cpus=config.ray.cpus_per_rank if colocated else 0.0,
         )
         # Ranks write their parts of checkpoints there.
-        self._folder = Path(config.run_root).absolute() / config.name
+        self._folder = config.folder.absolute()
         self._build_arguments = (policy, config.policy.refit, colocated)
 
     def start(self) -> None:

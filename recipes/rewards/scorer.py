@@ -159,6 +159,8 @@ def load_reward(spec: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
             f"reward {spec} can't be called with keywords {', '.join([*_GIVEN, *settings])}: {error}; correct "
             "reward.kwargs or the function's parameters"
         ) from error
+    except ValueError:  # a compiled function may not tell its parameters; the first call does
+        pass
     return functools.partial(function, **settings)
 
 
@@ -170,8 +172,8 @@ def _import(spec: str) -> Reward:
         )
     try:
         module = importlib.import_module(module_name)
-    # A plug-in's module may raise anything while it is imported.
-    except Exception as error:
+    # A plug-in's module may raise anything while it is imported, and sys.exit() would end the run as if the user had.
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward {spec!r}: importing {module_name} failed with {type(error).__name__}: {error}; correct the "
             "path, or put the module's folder on PYTHONPATH of the driver"
@@ -218,8 +220,8 @@ class RewardScorer:
             returned = self._reward(
                 prompt=prompt.text, completion=completion, answer=prompt.answer, finished=finished
             )
-        # A plug-in may raise anything; what it raised stays as the cause.
-        except Exception as error:
+        # A plug-in may raise anything, as its module may; what it raised stays as the cause.
+        except (Exception, SystemExit) as error:
             raise self._error(f"raised {type(error).__name__}: {error}", prompt, completion) from error
         result = returned if isinstance(returned, RewardResult) else RewardResult(returned)
         value: Any = result.value

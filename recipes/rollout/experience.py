@@ -198,4 +198,6 @@ class ExperienceCollector:
             return list(scores)
         lengths = torch.tensor([len(c.token_ids) for c in completions])
         penalty = overlong_penalty(lengths, self._generation.max_new_tokens, buffer)
-        return (torch.tensor(scores) + self._algorithm.overlong_penalty * penalty).tolist()
+        return (
+            torch.tensor(scores, dtype=torch.float64) + self._algorithm.overlong_penalty * penalty
+        ).tolist()

@@ -61,6 +61,7 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
         if config.address is None:
             slots = max(os.cpu_count() or 1, int(ranks * config.cpus_per_rank + 0.999))
             ray.init(
+                "local",  # without it Ray would join a cluster of this machine, or that of RAY_ADDRESS
                 num_cpus=slots,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,

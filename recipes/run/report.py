@@ -34,7 +34,7 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
     sparse = any(row.get("refit/changed_share") is not None for row in rows)
     height = 3 if sparse else 2
     figure, axes = pyplot.subplots(height, 2, figsize=(13, 4 * height), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a name may have a $
     _rewards(axes[0, 0], rows)
     _divergence(axes[0, 1], rows)
     step_stages = [stage for stage in _STEP_STAGES if any(row.get(f"time/{stage}") for row in rows)]

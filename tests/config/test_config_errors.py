@@ -106,11 +106,16 @@ def test_a_key_of_an_override_that_the_run_does_not_read_is_told_and_one_of_the_
         "algorithm.overlong_penalty": "0.5",
         "reward.timeout_s": "5",
         "trainer.optimizer.min_lr": "1e-5",
+        "policy.refit.transport": "p2p",
+        "policy.refit.streams": "1",
+        "policy.refit.delta": "always",
     }
     constant = "trainer.optimizer.lr_decay=constant"
-    found = violations(constant, *(f"{key}={value}" for key, value in unread.items()))
+    broadcast = "policy.nccl_xfer_refit=false"
+    found = violations(constant, broadcast, *(f"{key}={value}" for key, value in unread.items()))
     assert len(found) == len(unread)
     assert [key for key in unread if not any(text.startswith(key[:22]) for text in found)] == []
+    assert len(violations("policy.refit.delta_base=host")) == 1
     # As it is without: the recipe's own lr_decay_steps, and a server argument of another one's engine.
     assert violations(constant, "generation.vllm.enforce_eager=false") == ()
     assert violations("generation.backend=transformers", recipe="grpo_tiny_sglang") == ()

@@ -51,16 +51,18 @@ def test_one_error_names_every_bad_line_with_what_is_wrong_and_tells_what_many_h
         (b'{"prompt": "\xff", "answer": "2"}', "not UTF-8 (byte 13 of the line)"),
         ('{"prompt": [], "answer": null}', "empty list of messages"),
         ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "JSON that can't be read"),
+        ('{"prompt": "\\ud83d\\ude00 \\ud83d", "answer": "\\ude00"}', "character 3 of 'prompt' is '\\ud83d'"),
+        ('{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "2"}', "'prompt[0].content'"),
     ]
     path = write_lines(tmp_path / "bad.jsonl", [good(), *(line for line, _ in bad), *["{"] * 35, good()])
-    with pytest.raises(DataError, match="45 records") as caught:
+    with pytest.raises(DataError, match="47 records") as caught:
         load_records(path)
     lines = str(caught.value).splitlines()
-    assert len(caught.value.problems) == 45
-    assert len(lines) == 12
-    assert lines[11].startswith(f"  {path} line 12, 13, 14, ")
-    assert "31 and 15 more: broken JSON" in lines[11]
-    for number, (line, (_, problem)) in enumerate(zip(lines[1:11], bad, strict=True), start=2):
+    assert len(caught.value.problems) == 47
+    assert len(lines) == 14
+    assert lines[13].startswith(f"  {path} line 14, 15, 16, ")
+    assert "33 and 15 more: broken JSON" in lines[13]
+    for number, (line, (_, problem)) in enumerate(zip(lines[1:13], bad, strict=True), start=2):
         assert line.startswith(f"  {path} line {number}: ")
         assert problem in line
 

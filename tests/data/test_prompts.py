@@ -85,6 +85,16 @@ def test_one_error_lists_broken_records_and_long_prompts_in_the_files_order(toke
     assert load_prompts(str(path), tokenizer, config)[0].answer == "3"
 
 
+def test_messages_that_the_chat_template_refuses_are_listed_with_all_else(tokenizer):
+    tokenizer.chat_template = (
+        "{{ raise_exception('no system') if messages[0].role == 'system' }}max(" + TEMPLATE
+    )
+    refused, taken = MESSAGES, MESSAGES[1:]
+    with pytest.raises(DataError, match="no system") as caught:
+        PromptDataset(records(refused, "9" * 40, taken, refused), tokenizer, DataConfig(max_prompt_tokens=32))
+    assert [problem.position for problem in caught.value.problems] == [1, 2, 4]
+
+
 def test_long_prompts_are_dropped_where_that_is_asked_for_and_the_log_says_how_many(tokenizer, caplog):
     config = DataConfig(max_prompt_tokens=4, overlong_prompts="drop")
     dataset = PromptDataset(records("1+2+3=", "1+2=", "12+3="), tokenizer, config)

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 
@@ -26,6 +27,7 @@ number = 3
 def plugin(tmp_path, monkeypatch):
     (tmp_path / "plugin_rewards.py").write_text(PLUGIN)
     (tmp_path / "plugin_broken.py").write_text("1 / 0")
+    (tmp_path / "plugin_ending.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -69,6 +71,7 @@ def test_a_plug_in_is_loaded_by_its_path_and_gets_its_settings(plugin, spec):
         ("arithmetics", {}, "neither bundled"),
         ("no_such_module:f", {}, "ModuleNotFoundError"),
         ("plugin_broken:f", {}, "ZeroDivisionError"),
+        ("plugin_ending:f", {}, "SystemExit"),
         ("plugin_rewards:absent", {}, "has no such name"),
         ("plugin_rewards:number", {}, "type int"),
         ("plugin_rewards:too_few", {}, "unexpected keyword argument"),
@@ -81,14 +84,23 @@ def test_a_reward_that_cannot_be_called_is_refused_before_training(plugin, spec,
         load_reward(spec, kwargs)
 
 
+def test_a_compiled_reward_that_tells_no_parameters_is_loaded():
+    assert load_reward("builtins:dict", {"scale": 2})(prompt="1+1=")["scale"] == 2
+
+
 def raising(**_):
     raise KeyError("gone")
+
+
+def exiting(**_):
+    sys.exit(3)
 
 
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
         (raising, "KeyError: 'gone'"),
+        (exiting, "SystemExit: 3"),
         (lambda **_: math.nan, "nan, which is not finite"),
         (lambda **_: RewardResult(math.inf), "inf, which is not finite"),
         (lambda **_: None, "type NoneType"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -54,6 +55,8 @@ def _hold(pipe: Connection) -> None:
     with (
         warm_python() as python,
         mock.patch.object(sys, "executable", str(python)),
+        # Of a cluster that the machine is part of, which is nothing to a run that starts its own.
+        mock.patch.dict(os.environ, {"RAY_ADDRESS": "127.0.0.1:1"}),
         patient_ray(),
         ray_cluster(RayConfig(), RANKS),
     ):

@@ -51,13 +51,14 @@ def test_bad_records_are_listed_by_file_and_line_before_anything_starts(refused,
 
 
 def test_a_folder_without_weights_and_a_name_that_is_taken_are_told_with_all_else_before_anything_starts(
-    refused, tmp_path: Path
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "model")
     (folder / "model.safetensors").unlink()
     saved = tmp_path / "runs" / "grpo_tiny" / "checkpoints" / "step_000020"
     saved.mkdir(parents=True)
-    output = refused(f"model.path={folder}", "algorithm.steps=0")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output = refused(f"model.path={folder}", "algorithm.steps=0", "run_root='~/runs'")
     for told in ("model.path: ", "name: ", "resume=true", "algorithm.steps: "):
         assert told in output
     assert list((tmp_path / "runs").rglob("*")) == [saved.parent.parent, saved.parent, saved]

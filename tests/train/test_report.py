@@ -22,7 +22,7 @@ def _row(step: int, **refit: Any) -> dict[str, Any]:
 
 
 def _height(rows: list[dict[str, Any]], path: Path) -> int:
-    write_report(rows, path, "a run")
+    write_report(rows, path, "a run of $_$")  # which is no formula
     return int.from_bytes(path.read_bytes()[20:24])
 
 

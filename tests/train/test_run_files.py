@@ -21,7 +21,7 @@ from rlrefit.recipes.loop import TrainingLoop
 from rlrefit.recipes.run.checkpoint import CheckpointStore
 from rlrefit.recipes.run.cluster import RunError
 from rlrefit.recipes.run.files import FolderInUse, MetricsFile, alone_in, append_json_lines, read_json_lines
-from rlrefit.recipes.train import train
+from rlrefit.recipes.train import Interrupted, train
 from rlrefit.workers.trainers.durable import HashedFile, Written
 
 
@@ -78,6 +78,28 @@ def test_a_run_whose_folder_another_one_has_starts_nothing_and_leaves_it_as_it_i
     with alone_in(folder), pytest.raises(RunError, match=f"{folder} is in use by another run"):
         train(config, Console(file=io.StringIO()))
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_run_that_can_not_go_on_from_its_metrics_names_the_line_and_its_folder_as_it_is(
+    tmp_path: Path,
+) -> None:
+    config = load_config("grpo_tiny", [f"run_root={tmp_path}", "name='again [x]'", "resume=true"])
+    config.folder.mkdir()
+    (config.folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    shown = io.StringIO()
+    with pytest.raises(RunError, match=r"metrics\.jsonl:1"):
+        train(config, Console(file=shown, width=500))
+    assert str(config.folder) in shown.getvalue()
+
+
+def test_an_interrupt_before_the_ranks_start_says_what_is_saved_too(tmp_path: Path) -> None:
+    class Interrupting(io.StringIO):
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+    config = load_config("grpo_tiny", [f"run_root={tmp_path}", "resume=true"])
+    with pytest.raises(Interrupted, match="no step is saved"):
+        train(config, Console(file=Interrupting()))
 
 
 def test_a_file_system_without_locks_is_told_and_the_run_goes_on(
