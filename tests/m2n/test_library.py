@@ -73,11 +73,20 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def never() -> Iterator[Callable[[], object]]:
+def never(played: Library) -> Iterator[Callable[[], object]]:
     """A call that does not return before the test ends."""
     over = threading.Event()
-    yield over.wait
+    held: list[threading.Thread] = []
+
+    def wait() -> None:
+        held.append(threading.current_thread())
+        over.wait()
+
+    yield wait
     over.set()
+    # What they go on with is this test's library: the next test has another, under the same name.
+    for thread in held:
+        thread.join(LONG_S)
 
 
 def opened(timeout_s: float = LONG_S, lanes: int = 2, pack_bytes: int = 4096) -> Communicators:
