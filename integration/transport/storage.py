@@ -256,7 +256,8 @@ class DeviceMemory:
         held = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot(include_traces=False)
-            if segment["device"] == self._device.index
+            # Other pools of torch (vLLM's sleep mode has one) unmap their memory behind its back.
+            if segment["device"] == self._device.index and segment["segment_pool_id"] == (0, 0)
         )
         starts = [start for start, _ in held]
 

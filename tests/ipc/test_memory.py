@@ -175,10 +175,20 @@ def test_a_block_that_holds_what_is_lent_and_what_is_not_goes_as_a_whole(blocks:
 
 @pytest.fixture
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How much torch's allocator says that it has given back, of two segments of this GPU and one of another."""
+    """How much torch's allocator says that it has given back, of two segments of this GPU and one of another, and
+    of one in a pool that unmaps behind its back."""
     found = [5]
-    rows = [(1000, 500, 0), (4000, 100, 0), (1 << 30, 1 << 20, 1)]
-    snapshot = [{"address": at, "total_size": size, "device": device} for at, size, device in rows]
+    own, sleeping = (0, 0), (1, 0)
+    rows = [
+        (1000, 500, 0, own),
+        (4000, 100, 0, own),
+        (1 << 30, 1 << 20, 1, own),
+        (1 << 20, 1 << 16, 0, sleeping),
+    ]
+    snapshot = [
+        {"address": at, "total_size": size, "device": device, "segment_pool_id": pool}
+        for at, size, device, pool in rows
+    ]
     monkeypatch.setattr(
         torch.cuda,
         "memory_stats_as_nested_dict",
@@ -201,6 +211,6 @@ def test_memory_is_there_still_as_long_as_torchs_allocator_has_given_nothing_bac
 
 
 @pytest.mark.usefixtures("returned")
-@pytest.mark.parametrize("place", [(999, 2), (1400, 101), (2000, 1), (1 << 30, 8)])
+@pytest.mark.parametrize("place", [(999, 2), (1400, 101), (2000, 1), (1 << 30, 8), (1 << 20, 8)])
 def test_memory_that_is_not_torchs_alone_is_never_taken_for_there(place: tuple[int, int]) -> None:
     assert not DeviceMemory(READER, lambda: [(1000, 10), place]).still_mapped()

@@ -36,10 +36,16 @@ class Refit:
     def __init__(self) -> None:
         self.refit_state = ServingState()
         self.undefined = True
+        # Of each epoch that was joined: whether the engine was said to stay awake by then.
+        self.joined: list[bool] = []
+        self.stays_awake = False
         self.guard = SimpleNamespace(refitted=self.refitted)
 
     def refitted(self) -> None:
         self.undefined = False
+
+    def join_refit(self, *_: Any) -> None:
+        self.joined.append(self.stays_awake)
 
     def refit(self, version: int) -> dict[str, Any]:
         self.refit_state.commit(version)
@@ -128,6 +134,18 @@ def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_
     worker.update_weights_from_ipc(base_sync_done=base_sync_done)
     refit.refit_state.require_clean()
     assert not refit.undefined
+
+
+def test_an_order_says_in_each_epoch_whether_the_engine_stays_awake(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlrefit.workers.frameworks.verl import extension
+
+    monkeypatch.setattr(extension, "served_violations", lambda *_: [])
+    worker.vllm_config = None
+    for stays in (True, False):
+        worker._refit_as_ordered(Order({}, 1, 1, 1, {}, None, stays_awake=stays))
+    assert worker._refit.joined == [True, False]
 
 
 def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes_no_part(worker: Any) -> None:

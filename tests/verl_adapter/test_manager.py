@@ -35,6 +35,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.orders: list[dict[str, Any]] = []
         # By what is asked: an answer of each worker, an exception to raise, or NEVER.
         report = {"protocol": ShardCheckpointEngine.protocol, "held": None, "ready": False}
         self.answers: dict[str, list[Any]] = {
@@ -68,6 +69,8 @@ class Workers:
 
     def _server(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         more = {"wake_up": kwargs.get("tags"), "set_global_steps": [str(kwargs.get("global_steps"))]}
+        if method == "collective_rpc":
+            self.orders += kwargs["args"]
         what = args[0] if method == "collective_rpc" else " ".join([method, *more.get(method, [])])
         return self._told(what, 1)[0]
 
@@ -143,6 +146,17 @@ def test_an_update_gives_the_trainers_memory_back_before_the_kv_cache_wakes_and_
     workers.answers["update_weights"] = fine
     manager.update_weights(7)  # which meets anew
     assert workers.asked == UPDATE + ENDED
+
+
+@pytest.mark.parametrize(
+    ("mode", "awake"), [(RolloutMode.STANDALONE, True), (RolloutMode.HYBRID, False)], ids=["apart", "shared"]
+)
+def test_an_engine_hears_whether_it_keeps_its_memory_between_updates(
+    workers: Workers, manager: RefitCheckpointManager, mode: RolloutMode, awake: bool
+) -> None:
+    workers.replica.rollout_mode = mode
+    manager.update_weights(7)
+    assert [order["stays_awake"] for order in workers.orders] == [awake]
 
 
 def test_workers_that_still_hold_the_last_epoch_do_not_meet_again(

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitTimeout
+from rlrefit.integration.weights.endpoints import gives_memory_back
 from rlrefit.workers.engines.common import traced_destination
 from rlrefit.workers.engines.common.answers import failure, heard, raise_refit_errors, told
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
@@ -34,6 +35,7 @@ from rlrefit.workers.engines.vllm.reload import (
     refresh_absorbed_projections,
     refresh_derived_state,
 )
+from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 from tests.vllm_cpu import PACKS_EXPERTS
 
 BF16 = torch.bfloat16
@@ -409,6 +411,29 @@ def test_weights_that_come_from_elsewhere_before_each_step_or_are_lent_to_others
     prefetch = SimpleNamespace(offload_group_size=0)
     kept = {"load_config": copied, "offload_config": SimpleNamespace(prefetch=prefetch)}
     VllmDestination(nn.Linear(2, 2), SimpleNamespace(**own | kept), torch.device("cpu"))
+
+
+def test_memory_is_given_back_between_refits_where_the_engine_may_sleep_unless_its_driver_never_lets_it():
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+        speculative_config=None,
+    )
+    model = nn.Linear(2, 2)
+    runner = SimpleNamespace(
+        get_model=lambda: model,
+        execute_model=lambda: None,
+        device=torch.device("cpu"),
+        reset_encoder_cache=lambda: None,
+    )
+    calls = dict.fromkeys(("sleep", "wake_up", "compile_or_warm_up_model"), lambda: None)
+    refit = WorkerRefit(SimpleNamespace(vllm_config=config, model_runner=runner, **calls))
+    assert gives_memory_back(refit.destination)
+    refit.stays_awake = True
+    assert gives_memory_back(refit.destination) is False
+    refit.stays_awake = False
+    assert gives_memory_back(refit.destination)
 
 
 def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only(monkeypatch):

@@ -26,6 +26,8 @@ class DestinationRefitMixin:
     guard: WeightsGuard | None = None
     # Whether the refits of this epoch, or of the last one, bring a LoRA adapter and no other weight.
     brings_adapter = False
+    # Whether the driver of this epoch lets the engine keep its memory between refits, though the engine could give it back.
+    stays_awake = False
     # The last version that a refit has brought all weights of; -1 before one.
     _refit_whole = -1
     _refit_session: RefitSession | None = None

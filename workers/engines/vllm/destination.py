@@ -71,6 +71,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         device: where the model's parameters live.
         reset_caches: called at the end of every refit, for caches in the worker that depend on weights.
             The prefix cache belongs to the scheduler: the driver resets it (``llm.reset_prefix_cache()``).
+        stays_awake: whether the driver puts the engine to sleep in no epoch that begins now, sleep mode or not.
 
     Raises:
         RefitError: the engine moves or wraps weights behind its loader's back.
@@ -82,11 +83,13 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         vllm_config: VllmConfig,
         device: torch.device,
         reset_caches: Sequence[Callable[[], None]] = (),
+        stays_awake: Callable[[], bool] = lambda: False,
     ) -> None:
         _check_supported(model, vllm_config)
         self._live = model
         self._vllm_config = vllm_config
         self._reset_caches = tuple(reset_caches)
+        self._stays_awake = stays_awake
         self._kernel_layouts = KernelLayouts(vllm_config, device)
         self._packed_layers = PackedLayers(vllm_config, device)
         self._copies = Copies(model)
@@ -98,8 +101,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     @property
     def gives_memory_back(self) -> bool:
-        """Whether vLLM has its sleep mode, whose pool unmaps the weights."""
-        return bool(self._vllm_config.model_config.enable_sleep_mode)
+        """Whether vLLM has its sleep mode, whose pool unmaps the weights, and a driver that may use it."""
+        return bool(self._vllm_config.model_config.enable_sleep_mode) and not self._stays_awake()
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """As :meth:`TracedDestination.quantized`; the log tells of modules that hold another FP8."""

@@ -71,6 +71,7 @@ class WorkerRefit(DestinationRefitMixin):
             config,
             runner.device,  # the CPU worker leaves its own device unset
             reset_caches=(runner.reset_encoder_cache,),
+            stays_awake=lambda: self.stays_awake,
         )
         if not may_follow(config):
             return served

@@ -7,7 +7,7 @@ from typing import Any
 from ....integration.errors import RefitError
 from ...engines.common.answers import answer
 from ...engines.common.destination_mixin import DestinationRefitMixin
-from .settings import FULL_TENSORS
+from .settings import FULL_TENSORS, TAKING_TURNS
 
 # As NeMo-RL's generation workers pass them on to each worker of their engine.
 JOIN, REFIT, CLOSE, VERSION = "rlrefit_join", "rlrefit_refit", "rlrefit_close", "rlrefit_serving_version"
@@ -34,7 +34,10 @@ class EngineCalls:
         def meet() -> dict[str, Any]:
             self._rlrefit_require_supported()
             rank = first_rank + self._rlrefit_rank()
-            return self._rlrefit_side().join_refit(rendezvous, rank, refit_config, engine)
+            side = self._rlrefit_side()
+            # NeMo-RL starts every vLLM with its sleep mode, and uses it where policy and engine take turns alone.
+            side.stays_awake = engine != TAKING_TURNS
+            return side.join_refit(rendezvous, rank, refit_config, engine)
 
         return answer(meet)
 

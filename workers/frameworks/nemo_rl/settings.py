@@ -12,6 +12,8 @@ from ....integration.errors import RefitError
 KEY = "rlrefit"
 # Of policy.generation.refit_transport, in the place of NeMo-RL's own such as nccl_reshard.
 SELECTOR = "rlrefit"
+# The checkpoint engine where policy and vLLM share GPUs.
+TAKING_TURNS = "colocated_ipc"
 PREFIX = f"policy.generation.refit_cfg.{KEY}"
 
 
@@ -32,7 +34,7 @@ class NemoRlRefit:
     @property
     def engine(self) -> str:
         """The checkpoint engine: NCCL admits no two ranks of one GPU, so these meet in shared memory."""
-        return "colocated_ipc" if self.colocated else "nccl_xfer"
+        return TAKING_TURNS if self.colocated else "nccl_xfer"
 
     @staticmethod
     def of(generation: Mapping[str, Any]) -> NemoRlRefit:

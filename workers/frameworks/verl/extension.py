@@ -105,6 +105,7 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
                 wrong = served_violations(self.vllm_config, RefitConfig(**order.config))
                 if wrong:
                     refuse(order, wrong)
+                self._refit.stays_awake = order.stays_awake
                 self._refit.join_refit(order.meeting, order.rank, order.config)
             record = RefitRecord(**self._refit.refit(order.version))
         except Exception:

@@ -160,7 +160,14 @@ class RefitCheckpointManager(CheckpointEngineManager):
             calls = [_Call("refit", who, _future(ref)) for who, ref in zip(self._actors(), sent, strict=True)]
         for replica, first in zip(self.replicas, firsts, strict=True):
             order = Order(
-                meeting, first, actors, version, asdict(self._options.refit), self._options.records_dir
+                meeting,
+                first,
+                actors,
+                version,
+                asdict(self._options.refit),
+                self._options.records_dir,
+                # verl passes over the sleep of a replica on GPUs of its own, and only its own manager releases a KV cache there.
+                stays_awake=not _shares_gpus(replica),
             )
             calls.append(_Call("refit", _server_of(replica), self._refit_as_ordered(replica, order)))
         metrics: dict[str, float] = self._answers(calls)[0]

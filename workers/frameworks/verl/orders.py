@@ -25,6 +25,7 @@ class Order:
         version: of the weights.
         config: fields of ``RefitConfig``.
         records_dir: folder for the records; None for none.
+        stays_awake: whether the engine sleeps neither in this update nor before the next one.
     """
 
     meeting: dict[str, Any] | None = field(repr=False)  # it holds the rendezvous' token
@@ -33,6 +34,7 @@ class Order:
     version: int
     config: dict[str, Any]
     records_dir: str | None
+    stays_awake: bool = False
 
     def to_tensor(self) -> torch.Tensor:
         """As bytes that travel the way of a weight."""
