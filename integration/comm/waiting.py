@@ -152,3 +152,12 @@ def leave_running(whose: str, *used: object) -> None:
         whose,
     )
     _left_running.append(used)
+
+
+def work_is_left_running() -> bool:
+    """Whether :func:`leave_running` was called in this process.
+
+    The driver's calls that wait for the whole GPU, as freeing memory and giving up a communicator of NCCL do, would then never return,
+    and hold up all other calls meanwhile.
+    """
+    return bool(_left_running)

@@ -15,10 +15,11 @@ import torch
 from rlrefit.integration.comm import waiting
 from rlrefit.integration.comm.group import Group
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.errors import RefitTimeout, TransportUnavailable
 from rlrefit.integration.layout import Fragment, Shard, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.plan import analyse
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import streams
 from rlrefit.integration.transport.checksums import add_due
 from rlrefit.integration.transport.m2n import M2nTransport, ReshardPlan, library, transport
@@ -297,6 +298,9 @@ def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
         type(streams.make_stream(torch.device("cpu"))), "record", lambda s, _: looked_at.append(s)
     )
 
+    def late(*_: Any) -> None:
+        raise RefitTimeout("a reshard does not return", stage="transfer")
+
     def free(rank: int, group: Group) -> Any:
         made = transport_of(rank, group)
         used = [*made._reshards.buckets, *made._bound.buckets.values()]  # type: ignore[union-attr]
@@ -305,6 +309,11 @@ def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
         alive = [weakref.ref(one) for one in used]
         del used, sums
         everything = {made._pack, made._unpack, *made._wires, *made._lane_streams}
+        made._communicators.in_time = late
+        with pytest.raises(RefitTimeout):
+            made.run(StageClock(torch.device("cpu")))
+        assert bool(library._process.lost) != reshards_end, "before any communicator is given up"
+        assert reshards_end or waiting.work_is_left_running()
         made.unbind(failed=True)
         gc.collect()
         return [one() is not None for one in alive], everything <= set(looked_at)
@@ -312,4 +321,3 @@ def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
     for alive, all_streams in groups.run(free):
         assert set(alive) == {not ends}
         assert all_streams
-    assert bool(library._process.lost) == (not reshards_end)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlrefit.integration.comm import waiting
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.comm.waiting import ends_within, wait_until
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.integration.transport import streams
@@ -140,3 +141,24 @@ def test_a_subclass_that_prepares_in_its_own_way_is_not_taken_to_wait_for_nobody
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 4)})
     assert prepares_alone(FSDPSource(model))
     assert not prepares_alone(_Gathering(model))
+
+
+def test_a_communicator_is_not_given_up_where_the_gpu_does_not_end_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[tuple[object, ...]] = []
+    monkeypatch.setattr(waiting, "_left_running", kept)
+    group = object.__new__(TorchGroup)
+    group.device, group.rank, group._owns = torch.device("cuda"), 0, True
+    asked: list[str] = []
+    backend = SimpleNamespace(abort=lambda: asked.append("abort"), shutdown=lambda: asked.append("shutdown"))
+    for failed in (False, True):
+        group._backends = [backend]
+        waiting.leave_running("kernels")
+        group.close(failed=failed)
+        assert kept[-1] == ([backend],)
+    assert asked == []
+    kept.clear()
+    group._backends = [backend]
+    group.close(failed=True)
+    assert asked == ["abort"]

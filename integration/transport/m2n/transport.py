@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ...comm.group import Group
-from ...comm.waiting import PAUSE_S, gpu_ends_within
+from ...comm.waiting import PAUSE_S, gpu_ends_within, leave_running
 from ...errors import end_all
 from ...layout import Fragment
 from ...plan import aligned
@@ -23,7 +23,7 @@ from ..base import TransferResult, damaged
 from ..checksums import add_due
 from ..messages import LocalMessages
 from ..p2p import P2PTransport
-from ..streams import Event, Stream, make_event, make_stream
+from ..streams import Event, Stream, make_event, make_stream, working_on
 from .bound import BoundBatch, BoundReshards, Describer
 from .carried import ReshardPlan
 from .library import Communicators, lose
@@ -31,6 +31,8 @@ from .meshes import MeshTransfer, smallest_shapes
 
 # Batches that are enqueued ahead of the GPU for each lane.
 _AHEAD = 2
+# Seconds that reshards have to end after their refit has failed.
+_RESHARDS_END_WITHIN = 5.0
 
 
 class M2nTransport(P2PTransport):
@@ -135,8 +137,11 @@ class M2nTransport(P2PTransport):
     def _free(self, failed: bool) -> None:
         super()._free(failed)
         self._reshards = None
-        # All streams have had their time by now.
-        if failed and not gpu_ends_within(lambda: all(one.query() for one in self._arrived), 0.0):
+
+    def _lose_wedged(self) -> None:
+        """After a failure: wait for some seconds until all reshards have ended; the library is lost to this process if they don't."""
+        if not gpu_ends_within(lambda: all(one.query() for one in self._arrived), _RESHARDS_END_WITHIN):
+            leave_running("reshards of nccl.m2n", self._communicators, *self._memory_used)
             lose(
                 "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it"
             )
@@ -145,11 +150,13 @@ class M2nTransport(P2PTransport):
         assert self._reshards is not None, "connect comes before run"
         reshards, refit = self._reshards, self._number
         try:
-            with torch.cuda.device(self.group.device):
+            with working_on(self.group.device):
                 void = self._reshard(reshards, refit, clock)
         except BaseException:
             # As a run of p2p, which this was to be as well.
             self._refits += 1
+            # Now, before any communicator is given up: NCCL frees memory then, for which the driver waits until the whole GPU is idle.
+            self._lose_wedged()
             raise
         result = super().run(clock, meanwhile)
         with clock.waiting():
