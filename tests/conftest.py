@@ -52,6 +52,19 @@ def pytest_configure(config: pytest.Config) -> None:
     vllm_cpu.show(cpu if vllm_cpu.is_here(cpu) else vllm_cpu.PLAIN)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Servers of the tests' processes load beside the rest of the collection, if tests that start processes of theirs are collected.
+
+    In this hook: what their processes write is captured only if they start while pytest captures.
+    """
+    if metafunc.config.option.collectonly:
+        return
+    for name in ("tests.spawn.processes", "tests.vllm_processes.vllm_processes"):
+        module, _, starts = name.rpartition(".")
+        if module in sys.modules:
+            getattr(sys.modules[module], starts)()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Last come the modules whose work is done ahead, so that they find it done."""
     items.sort(key=_is_done_ahead)
@@ -71,20 +84,8 @@ def _is_done_ahead(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def servers_of_processes() -> None:
-    """Start to load beside the first tests, if any test that was collected starts processes of theirs.
-
-    In a fixture and not in a hook: what their processes write is captured only if they start while pytest captures.
-    """
-    for name in ("tests.spawn.processes", "tests.vllm_processes.vllm_processes"):
-        module, _, starts = name.rpartition(".")
-        if module in sys.modules:
-            getattr(sys.modules[module], starts)()
-
-
-@pytest.fixture(scope="session", autouse=True)
 def found_ahead(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, servers_of_processes: None
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FoundAhead]:
     """What the modules of all tests that were collected want to have begun as early as can be."""
     modules: dict[ModuleType, bool] = {}

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .make_tokenizer import EOS, PAD, TOKENIZER_FILE, load_tokenizer, vocabulary
+from .make_tokenizer import EOS, TOKENIZER_FILE, load_tokenizer, vocabulary
 
 PREFIX = "tiny:"
 
@@ -36,7 +36,9 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": vocabulary()[EOS],
-    "pad_token_id": vocabulary()[PAD],
+    # The tokenizer has one. By a model's, transformers makes that row of the embedding zeros, which RMSNorm scales by a thousand, and
+    # does not train it; Megatron does, and its gradient would be the largest of all.
+    "pad_token_id": None,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_COMMON},

@@ -13,6 +13,7 @@ import torch
 
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests import policy_scenes as scenes
+from tests.fsdp_policy import ranks as fsdp
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,16 @@ def two_ranks(
     return found
 
 
-def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
-    """The same policies on a single rank, and what only a single rank needs."""
+def first_steps(model_path: str) -> list[dict[str, float]]:
+    """What both trainers report of the same one."""
+    policies: tuple[Any, ...] = (make_policy(Case(model_path)), fsdp.make_policy(fsdp.Case(model_path)))
+    steps = [policy.train_step(scenes.batch_for(policy)) for policy in policies]
+    leave_layout()
+    return steps
+
+
+def one_rank(rank: int, trained: dict[str, Case], tiny: str) -> dict[str, Any]:
+    """The same policies on a single rank, and what only a single rank needs; ``tiny`` is a checkpoint of the tiny recipes."""
     from rlrefit.workers.trainers.megatron import cpu_standins
     from tests import loaded_megatron
 
@@ -179,6 +188,7 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
     }
     return {
         "trained": reports,
+        "first steps": first_steps(tiny),
         "warnings": loaded_megatron.ANNOUNCED,
         "rejected": rejected,
         "changed": changed,

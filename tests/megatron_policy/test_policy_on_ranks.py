@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
+from rlrefit.recipes.tiny.checkpoints import resolve_model_path
+from rlrefit.recipes.tiny.make_tokenizer import PAD, vocabulary
 from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead, of_all_tests
@@ -25,6 +27,7 @@ from tests.policy_scenes import (
     assert_reference_stays,
     assert_resumed,
     plain_logprobs,
+    token_ids,
     write_checkpoint,
 )
 from tests.spawn import PATIENT_S, run_ranks, run_together
@@ -173,9 +176,10 @@ def _run(root: Path, more: bool) -> World:
     other = Case(paths["moe"], LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": paths["qwen3"], "bad": str(bad)}
     resumed = wanted(resumed, "resumed")
+    tiny = resolve_model_path("tiny:qwen3", root)
     on_four = wanted({name: Case(paths[of], layout) for name, (of, layout) in ON_FOUR.items()}, "layouts")
     [single], double, four = run_together(
-        lambda: [{}] if more else run_ranks(one_rank, 1, alone, timeout_s=PATIENT_S),
+        lambda: [{}] if more else run_ranks(one_rank, 1, alone, tiny, timeout_s=PATIENT_S),
         lambda: run_ranks(two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=PATIENT_S),
         lambda: run_ranks(four_ranks, 4, on_four, timeout_s=PATIENT_S),
     )
@@ -289,6 +293,16 @@ def test_the_warm_up_starts_above_zero_and_every_weight_moves_and_the_loss_falls
         assert all(later < earlier for earlier, later in pairwise(losses))
     whole, cut = (world.single["trained"][name] for name in ("qwen3", "one row at a time"))
     assert cut.metrics[-1] == pytest.approx(whole.metrics[-1], rel=1e-4, abs=1e-6)
+
+
+def test_both_trainers_begin_with_the_same_gradients_also_where_rows_have_the_padding_token(
+    world: World,
+) -> None:
+    inside = [row[: length - 1] for row, length in zip(token_ids(), LENGTHS, strict=True)]
+    assert vocabulary()[PAD] in torch.cat(inside)
+    ours, theirs = world.single["first steps"]
+    assert ours["grad_norm"] > 0
+    assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-6)
 
 
 @pytest.mark.parametrize("decay", LR_DECAYS)

@@ -24,7 +24,8 @@ class Case:
 
 
 def token_ids() -> torch.Tensor:
-    return torch.randint(0, 60, (4, 16), generator=torch.Generator().manual_seed(3))
+    """Of which every expert of ``tiny:qwen3-moe`` gets some, in both steps."""
+    return torch.randint(0, 60, (4, 16), generator=torch.Generator().manual_seed(22))
 
 
 def run(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from .weights import same, weights
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 FP8, UE8M0 = Fp8Blockwise(), Fp8Blockwise(ue8m0=True)
+# Trainers, how engines cut what they want, the transport and `verify`.
+Scene = tuple[type[SyntheticSource], Callable[..., Any], str, str]
 
 
 class MasterSource(SyntheticSource):
@@ -100,19 +103,26 @@ TRAINERS = {
     "unlike": unlike,
     "uneven": uneven,
 }
-FORMATS: dict[str, Format] = {"fp32 scales": FP8, "ue8m0": UE8M0, "mxfp8": MX}
+CASTING: Scene = (MasterSource, by_columns, "p2p", "full")
+SCENES: tuple[Scene, ...] = (
+    (SyntheticSource, by_rows, "p2p", "full"),
+    CASTING,
+    (SyntheticSource, whole, "golden", "sampled"),
+)
+# The second rounds scales otherwise, and goes the same ways.
+FORMATS: dict[str, tuple[Format, tuple[Scene, ...]]] = {
+    "fp32 scales": (FP8, SCENES),
+    "ue8m0": (UE8M0, (CASTING,)),
+    "mxfp8": (MX, SCENES),
+}
 LANDINGS = [(trainers, kind) for trainers in TRAINERS for kind in ("fp32 scales", "ue8m0")]
 
 
 @pytest.mark.parametrize(("trainers", "kind"), [*LANDINGS, ("uneven", "mxfp8")])
 def test_what_ranks_hold_of_cut_blocks_lands_with_the_full_tensors_bytes(trainers: str, kind: str) -> None:
-    format = FORMATS[kind]
+    format, scenes = FORMATS[kind]
     formats = {s.name: format for s in QUANTIZED if s.shape[1] % 32 == 0 or format is not MX}
-    for make, cut, transport, verify in (
-        (SyntheticSource, by_rows, "p2p", "full"),
-        (MasterSource, by_columns, "p2p", "full"),
-        (SyntheticSource, whole, "golden", "sampled"),
-    ):
+    for make, cut, transport, verify in scenes:
         sources = [make(SPECS, layout) for layout in TRAINERS[trainers]()]
         engines = wanted(formats, cut)
         results = run_world(
