@@ -240,7 +240,7 @@ class RefitSession:
 
         With ``delta_base: optimizer`` the next refit, if it is sparse, sends what has changed within such contexts. A copy of all that
         this rank sends is on its device meanwhile. All trainer ranks enter it together: at its end parameters are completed
-        (:meth:`.weights.endpoints.WeightSource.prepare`). With another ``delta_base``, with ``delta: off`` and on generation
+        (:meth:`.weights.endpoints.WeightSource.prepare`). One within another, in the same thread, is a part of it. With another ``delta_base``, with ``delta: off`` and on generation
         ranks it does nothing.
         """
         config = self.engine.config
