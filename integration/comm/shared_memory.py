@@ -340,7 +340,8 @@ class SharedGroup(Group):
         super().__init__(rank, size, device, timeout_s, watch, lanes)
         self._store, self._name = store, name
         nbytes = self.most_bucket_bytes if bucket_bytes is None else bucket_bytes
-        self._bucket_bytes = -(-nbytes // _ALIGNED) * _ALIGNED
+        # Whole pages, and one at least: a few bytes shared out among many peers come to none.
+        self._bucket_bytes = max(1, -(-nbytes // _ALIGNED)) * _ALIGNED
         self._pairs: dict[int, Pair] = {}
         self._begin()
 
