@@ -229,7 +229,8 @@ class RefitSession:
             version = _whole_number(version, self.world.rank)
             if before is not None:
                 before()
-            with working_on(self._endpoint.device):
+            # Copies of parameters that are trained would make buffers a part of their graph, which would grow with each refit.
+            with working_on(self._endpoint.device), torch.no_grad():
                 return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)

@@ -238,6 +238,8 @@ class RefitEngine:
                 sources[names[position]], destinations[names[position]] = held, wanted
         return carry(self.manifest.specs("bulk"), sources, destinations, unfit, self.config.bucket_bytes)
 
+    # Not in inference mode, outside of which nothing could write later what is made in it; the same in rebind().
+    @torch.inference_mode(False)
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
         device = self._endpoint.device
@@ -344,6 +346,7 @@ class RefitEngine:
         if self._bulk is not None:
             self._bulk.commit(version)
 
+    @torch.inference_mode(False)
     def rebind(self) -> int:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
 

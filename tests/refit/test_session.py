@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import threading
 import time
@@ -38,6 +39,7 @@ from .synthetic import (
     SyntheticDestination,
     SyntheticSource,
     ended,
+    held_by,
     layout_of,
     move,
     pair,
@@ -63,6 +65,45 @@ def test_three_changed_refits_land_bit_for_bit_and_commit(engine: str, transport
     if engine == "nccl_xfer":
         assert record.bytes_bulk == record.bytes_kept - 4 * 6 * 2
         assert record.bytes_verified > 0
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_parameters_that_are_trained_take_no_refit_into_their_graph_on_either_side(transport: str) -> None:
+    sources, destinations = world(2)
+    for endpoint in (*sources, *destinations):
+        held = held_by(endpoint)
+        held.update({key: torch.nn.Parameter(storage.clone()) for key, storage in held.items()})
+    kept: list[Any] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[str]:
+        if session.world.is_source:
+            for version in (1, 2):
+                with torch.no_grad():
+                    endpoint.set_version(version)
+                session.refit(version)
+            kept.extend(o for o in gc.get_objects() if type(o) is torch.Tensor and o.grad_fn is not None)
+            return []
+        for version in (1, 2):
+            session.refit(version)
+        return endpoint.wrong(2)
+
+    assert run_world(sources, destinations, body, RefitConfig(transport=transport, bucket_mb=1)) == [[]] * 4
+    assert kept == []
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_what_is_opened_or_followed_in_inference_mode_refits_outside_of_it(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[list[str]]:
+        wrong = [refit_changed(session, endpoint, 1)[1]]
+        move(endpoint)
+        with torch.inference_mode():
+            wrong.append(refit_changed(session, endpoint, 2)[1])
+        return [*wrong, refit_changed(session, endpoint, 3)[1]]
+
+    monkeypatch.setattr(RefitSession, "open", torch.inference_mode()(RefitSession.open))
+    assert run_world(*world(2), body, RefitConfig(transport=transport, bucket_mb=1)) == [[[]] * 3] * 4
 
 
 @pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3)])
