@@ -119,7 +119,7 @@ class RefitSession:
         self._kept_bytes = 0 if world.is_source else cast(WeightDestination, endpoint).kept_bytes
         self._clock = StageClock(endpoint.device)
         self._failed = ""
-        self._closed = False
+        self._closed = self._under_way = False
         self._refits = self._follows = self._moves = 0
         # Whether storages had moved on any rank before the last refit.
         self._moved_before = False
@@ -225,6 +225,7 @@ class RefitSession:
                 stage="handshake",
                 rank=self.world.rank,
             )
+        self._under_way = True
         try:
             version = _whole_number(version, self.world.rank)
             if before is not None:
@@ -234,7 +235,17 @@ class RefitSession:
                 return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)
+            if self._closed and isinstance(error, Exception) and not isinstance(error, RefitError):
+                # Of whatever was no longer there.
+                raise RefitError(
+                    "this session was closed while its refit was under way, by another thread or the handler of a signal. Engines that "
+                    "were being written stay dirty; refit in a new epoch",
+                    stage="close",
+                    rank=self.world.rank,
+                ) from error
             raise
+        finally:
+            self._under_way = False
 
     def recording_changes(self) -> AbstractContextManager[None]:
         """A context for whatever writes a trainer rank's weights between two refits, as an optimizer's step does.
@@ -266,11 +277,12 @@ class RefitSession:
         return True
 
     def close(self) -> None:
-        """End the epoch on this rank; safe to call twice."""
+        """End the epoch on this rank; safe to call twice. A refit that is under way, as where a signal's handler calls this, ends with an error."""
         if self._closed:
             return
         self._closed = True
-        end_all([partial(self.engine.finalize, failed=bool(self._failed)), self._channel.close])
+        failed = self._under_way or bool(self._failed)
+        end_all([partial(self.engine.finalize, failed=failed), self._channel.close])
 
     def _give_up(self, error: BaseException) -> None:
         """As the function of this name, after an error of a session that is open."""

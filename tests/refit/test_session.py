@@ -339,6 +339,22 @@ def test_after_a_failure_an_engine_refuses_to_generate_until_a_new_epoch_heals_i
     state.require_clean()
 
 
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast", "colocated_ipc"])
+def test_a_session_that_is_closed_within_its_refit_ends_it_with_a_refit_error(engine: str) -> None:
+    sessions: dict[int, RefitSession] = {}
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        sessions[rank] = session
+        session._channel.barrier("all are here")
+        if rank == 2:
+            # As the handler of a signal does on trainer rank 0, which waits meanwhile.
+            endpoint.load_weights = lambda weights: sessions[0].close()
+        return ended(session, 1)
+
+    results = run_world(*world(1), body, RefitConfig(bucket_mb=1, timeout_s=20.0), engine)
+    assert all(isinstance(result, RefitError) for result in results), results
+
+
 def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         session.refit(1)
