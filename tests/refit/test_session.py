@@ -213,10 +213,10 @@ def test_ranks_may_wait_for_different_times() -> None:
 
 def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -> None:
     sources, destinations = pair([TensorSpec("a", (8, 4), BF16), TensorSpec("b", (8, 4), BF16)])
-    # Two weights that share columns of one storage: the second to land destroys a part of the first.
+    # Two weights that share rows of one storage behind their first ones: the second to land destroys a part of the first.
     first, second = destinations[0]._wanted
-    shared = destinations[0]._wanted[first]
-    destinations[0]._wanted[second] = shared.as_strided(shared.shape, shared.stride(), 1)
+    shared = torch.zeros(9, 7, dtype=BF16)[:, :4]
+    destinations[0]._wanted |= {first: shared[:8], second: shared[1:]}
     results = run_world(sources, destinations, refit_versions(1))
     assert [type(result) for result in results] == [PeerLost, VerificationError]
 
