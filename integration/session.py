@@ -235,14 +235,6 @@ class RefitSession:
                 return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)
-            if self._closed and isinstance(error, Exception) and not isinstance(error, RefitError):
-                # Of whatever was no longer there.
-                raise RefitError(
-                    "this session was closed while its refit was under way, by another thread or the handler of a signal. Engines that "
-                    "were being written stay dirty; refit in a new epoch",
-                    stage="close",
-                    rank=self.world.rank,
-                ) from error
             raise
         finally:
             self._under_way = False
@@ -291,6 +283,14 @@ class RefitSession:
         if not self.world.is_source:
             steps.append(cast(WeightDestination, self._endpoint).abandon)
         _give_up(error, self._channel, steps, [self._draw_rest])
+        if self._closed and isinstance(error, Exception) and not isinstance(error, RefitError):
+            # Of whatever was no longer there.
+            raise RefitError(
+                "this session was closed while its refit was under way, by another thread or the handler of a signal. Engines that "
+                "were being written stay dirty; refit in a new epoch",
+                stage="close",
+                rank=self.world.rank,
+            ) from error
 
     def _draw_rest(self, cause: BaseException) -> None:
         if self.world.is_source and isinstance(cause, Exception):
