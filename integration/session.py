@@ -119,7 +119,7 @@ class RefitSession:
         self._kept_bytes = 0 if world.is_source else cast(WeightDestination, endpoint).kept_bytes
         self._clock = StageClock(endpoint.device)
         self._failed = ""
-        self._closed = False
+        self._closed = self._under_way = False
         self._refits = self._follows = self._moves = 0
         # Whether storages had moved on any rank before the last refit.
         self._moved_before = False
@@ -225,22 +225,26 @@ class RefitSession:
                 stage="handshake",
                 rank=self.world.rank,
             )
+        self._under_way = True
         try:
             version = _whole_number(version, self.world.rank)
             if before is not None:
                 before()
-            with working_on(self._endpoint.device):
+            # Copies of parameters that are trained would make buffers a part of their graph, which would grow with each refit.
+            with working_on(self._endpoint.device), torch.no_grad():
                 return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)
             raise
+        finally:
+            self._under_way = False
 
     def recording_changes(self) -> AbstractContextManager[None]:
         """A context for whatever writes a trainer rank's weights between two refits, as an optimizer's step does.
 
         With ``delta_base: optimizer`` the next refit, if it is sparse, sends what has changed within such contexts. A copy of all that
         this rank sends is on its device meanwhile. All trainer ranks enter it together: at its end parameters are completed
-        (:meth:`.weights.endpoints.WeightSource.prepare`). With another ``delta_base``, with ``delta: off`` and on generation
+        (:meth:`.weights.endpoints.WeightSource.prepare`). One within another, in the same thread, is a part of it. With another ``delta_base``, with ``delta: off`` and on generation
         ranks it does nothing.
         """
         config = self.engine.config
@@ -265,11 +269,12 @@ class RefitSession:
         return True
 
     def close(self) -> None:
-        """End the epoch on this rank; safe to call twice."""
+        """End the epoch on this rank; safe to call twice. A refit that is under way, as where a signal's handler calls this, ends with an error."""
         if self._closed:
             return
         self._closed = True
-        end_all([partial(self.engine.finalize, failed=bool(self._failed)), self._channel.close])
+        failed = self._under_way or bool(self._failed)
+        end_all([partial(self.engine.finalize, failed=failed), self._channel.close])
 
     def _give_up(self, error: BaseException) -> None:
         """As the function of this name, after an error of a session that is open."""
@@ -278,6 +283,14 @@ class RefitSession:
         if not self.world.is_source:
             steps.append(cast(WeightDestination, self._endpoint).abandon)
         _give_up(error, self._channel, steps, [self._draw_rest])
+        if self._closed and isinstance(error, Exception) and not isinstance(error, RefitError):
+            # Of whatever was no longer there.
+            raise RefitError(
+                "this session was closed while its refit was under way, by another thread or the handler of a signal. Engines that "
+                "were being written stay dirty; refit in a new epoch",
+                stage="close",
+                rank=self.world.rank,
+            ) from error
 
     def _draw_rest(self, cause: BaseException) -> None:
         if self.world.is_source and isinstance(cause, Exception):

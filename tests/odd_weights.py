@@ -14,6 +14,7 @@ SPECS = {
     "model.layers.0.mlp.experts.0.w.weight": ((300, 1000), torch.float8_e4m3fn),
     "model.layers.0.mlp.gate.e_score_correction_bias": ((8,), torch.float32),
     "model.layers.0.scale": ((), torch.float32),
+    "model.layers.0.one": ((1,), torch.float32),
     "model.layers.0.steps": ((2,), torch.int64),
     "model.norm.weight": ((7,), torch.float16),
     "lm_head.weight": ((400, 1024), torch.float32),
@@ -28,7 +29,9 @@ def weight(name: str, version: int) -> torch.Tensor:
 
 
 def as_exported(whole: torch.Tensor) -> torch.Tensor:
-    """Not contiguous, as exports of fused weights are."""
+    """Not contiguous, as exports of fused weights are; one element with a stride, as of a column, which counts as contiguous."""
+    if whole.dim() == 1:
+        return torch.stack([whole] * 7, -1)[:, 3]
     return whole.t().contiguous().t() if whole.dim() == 2 else whole
 
 

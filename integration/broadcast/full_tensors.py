@@ -26,6 +26,7 @@ from ..control.channel import Channel
 from ..control.world import RefitWorld
 from ..errors import PeerLost, RefitError, RefitMismatch, end_all
 from ..gpu_memory.availability import nccl_release
+from ..layout import flat_bytes
 from ..plan import aligned
 from ..records.clock import StageClock
 from ..records.record import RefitRecord
@@ -418,7 +419,7 @@ class BucketSender:
                 f"as a {type(tensor).__name__} of layout {tensor.layout}, whose bytes are not those of the whole weight; "
                 "gather it (DTensor.full_tensor(), say) before it is sent",
             )
-        return tensor.detach().contiguous().view(-1).view(torch.uint8)
+        return flat_bytes(tensor.detach().contiguous())
 
     def _wrong(self, name: str, what: str) -> RefitMismatch:
         return RefitMismatch(

@@ -21,6 +21,7 @@ import torch
 from ..errors import PeerLost, RefitError, TransportUnavailable, end_all
 from ..gpu_memory.buckets import OwnBuckets, PeerBuckets, ToldBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
+from ..layout import flat_bytes
 from .group import Exchange, PeerBuffer, classified
 from .shared_memory import BUCKETS, Pair, SharedGroup, hear, open_pairs, tell
 from .waiting import gpu_ends_within, leave_running
@@ -363,8 +364,7 @@ def _steps(buffers: Sequence[PeerBuffer], bucket_bytes: int) -> list[list[tuple[
     by_peer: dict[int, list[torch.Tensor]] = {}
     for one in buffers:
         if one.buffer.numel():
-            flat = one.buffer.view(-1).view(torch.uint8)
-            by_peer.setdefault(one.peer, []).extend(flat.split(bucket_bytes))
+            by_peer.setdefault(one.peer, []).extend(flat_bytes(one.buffer).split(bucket_bytes))
     longest = max(map(len, by_peer.values()), default=0)
     return [
         [(peer, parts[step]) for peer, parts in sorted(by_peer.items()) if step < len(parts)]

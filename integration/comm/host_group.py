@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
+from ..layout import flat_bytes
 from .group import Event, Exchange, PeerBuffer
 from .shared_memory import BUCKETS, Pair, SharedGroup, open_pairs
 from .waiting import PAUSE_S, gpu_ends_within, leave_running, wait_until
@@ -186,7 +187,7 @@ class _Flow:
         self._outward = outward
         self._next: Callable[[], torch.Tensor | None] = link.free_bucket if outward else link.full_bucket
         self._done = link.filled if outward else link.emptied
-        flat = [buffer.view(-1).view(torch.uint8) for buffer in buffers if buffer.numel()]
+        flat = [flat_bytes(buffer) for buffer in buffers if buffer.numel()]
         self._parts = [part for raw in flat for part in raw.split(link.bucket_bytes)]
         self._at = 0
         self.copied: torch.cuda.Event | None = None

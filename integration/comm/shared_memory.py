@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ..control.decoding import decode
+from ..control.sockets import unshared
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, end_all
 from ..gpu_memory.descriptors import DescriptorServer, fetch
 from .group import Exchange, Group, PeerBuffer
@@ -123,18 +124,26 @@ class Pair:
         self.shared = shared
         self.connections = list(connections)
         self._server: DescriptorServer | None = None
-        self._theirs: list[int] = []
+        # What the peer fetches: a descriptor of the memory, and its ends of the connections.
+        self._memory = -1
+        self._theirs: list[socket.socket] = []
 
     @staticmethod
     def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, _OtherHalf]:
         """The lower rank's half, and what the peer needs to fetch the other half."""
         shared, descriptor = SharedMemory.make(nbytes)
-        both = [socket.socketpair() for _ in range(lanes)]
-        pair = Pair(peer, shared, [ours for ours, _ in both])
-        for ours, _ in both:
-            ours.setblocking(False)
-        pair._theirs = [descriptor, *(theirs.detach() for _, theirs in both)]
-        server = pair._server = DescriptorServer(pair._hand_over, 1 + lanes, 1, timeout_s)
+        pair = Pair(peer, shared, [])
+        try:
+            pair._memory = descriptor
+            for _ in range(lanes):
+                ours, theirs = map(unshared, socket.socketpair())
+                ours.setblocking(False)
+                pair.connections.append(ours)
+                pair._theirs.append(theirs)
+            server = pair._server = DescriptorServer(pair._hand_over, 1 + lanes, 1, timeout_s)
+        except BaseException as error:
+            end_all([pair.close], error)
+            raise
         return pair, _OtherHalf(server.address, server.token)
 
     @staticmethod
@@ -151,7 +160,7 @@ class Pair:
                 found.extend(following)
             pair = Pair(peer, SharedMemory(found[0], nbytes), [])
             while len(found) > 1:
-                pair.connections.append(socket.socket(fileno=found.pop(1)))
+                pair.connections.append(unshared(socket.socket(fileno=found.pop(1))))
                 pair.connections[-1].setblocking(False)
             return pair
         finally:
@@ -160,14 +169,18 @@ class Pair:
 
     def close(self) -> None:
         """End the connections and let go of the memory; safe to call twice."""
-        server, theirs, connections = self._server, self._theirs, self.connections
-        self._server, self._theirs, self.connections = None, [], []
+        server, memory, ends = self._server, self._memory, [*self._theirs, *self.connections]
+        self._server, self._memory, self._theirs, self.connections = None, -1, [], []
         steps: list[Callable[[], object]] = [] if server is None else [server.close]
-        steps += [partial(os.close, descriptor) for descriptor in theirs if descriptor >= 0]
-        end_all([*steps, *(connection.close for connection in connections), self.shared.close])
+        if memory >= 0:
+            steps.append(partial(os.close, memory))
+        end_all([*steps, *(end.close for end in ends), self.shared.close])
 
     def _hand_over(self, index: int) -> int:
-        descriptor, self._theirs[index] = self._theirs[index], -1
+        if index:
+            descriptor = self._theirs[index - 1].detach()
+        else:
+            descriptor, self._memory = self._memory, -1
         if descriptor < 0:
             raise ValueError("a peer asks for its end of a connection twice")
         return descriptor
@@ -327,7 +340,8 @@ class SharedGroup(Group):
         super().__init__(rank, size, device, timeout_s, watch, lanes)
         self._store, self._name = store, name
         nbytes = self.most_bucket_bytes if bucket_bytes is None else bucket_bytes
-        self._bucket_bytes = -(-nbytes // _ALIGNED) * _ALIGNED
+        # Whole pages, and one at least: a few bytes shared out among many peers come to none.
+        self._bucket_bytes = max(1, -(-nbytes // _ALIGNED)) * _ALIGNED
         self._pairs: dict[int, Pair] = {}
         self._begin()
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -33,11 +32,11 @@ from .frames import (
     pack_body,
     pack_hello,
     parse_header,
-    tune,
     unpack_body,
     unpack_greeting,
     unpack_int,
 )
+from .sockets import tune, unshared
 
 _RETRY_S = 0.05
 # Seconds for one of the addresses that a name has: another one may be the one that this host reaches.
@@ -45,6 +44,8 @@ _ADDRESS_S = 10.0
 # A server that too many strangers connect to drops connections that have not opened, which looks like a refused token.
 _ATTEMPTS = 4
 _READ = 1 << 18
+# Python lets a socket wait for no more milliseconds than an int of C holds.
+_LONGEST_S = 2e6
 # Seconds beyond a wait that the server may take to answer that it ran out.
 _GRACE_S = 5.0
 # Bytes of an answer: the table of all values, and what comes with it.
@@ -77,8 +78,8 @@ class Connection:
     """Sends one request at a time and receives its answer, each within a limit; safe to share between threads.
 
     When a wait runs out, the server answers so. A server that does not answer at all (its host is frozen) gets the wait and a
-    few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts. The
-    kernel keeps it (``SO_RCVTIMEO``), so that a request costs one send and one receive.
+    few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts, or signals
+    interrupt the wait. A signal's handler that runs within a request may give up or leave; what else it asks for is refused.
 
     Attributes:
         address: this host's own, on its way to the rendezvous.
@@ -102,8 +103,11 @@ class Connection:
         self._where = rendezvous.where
         self._rank = rank
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._broken, self._cut_short = "", False
+        # A thread may come to it twice: in the handler of a signal, in the middle of a request.
+        self._lock = threading.RLock()
+        self._broken = ""
+        # Requests whose answers have not been read: what comes is for the first of them.
+        self._unanswered = 0
         self._incoming = bytearray()
         key = rendezvous.key
         self._deadline = time.monotonic() + timeout_s
@@ -155,8 +159,9 @@ class Connection:
         with self._lock:
             if self._broken:
                 self._lost(stage, self._broken)
-            if self._cut_short:
+            if self._unanswered:
                 return self._tell(op, body, stage)
+            self._unanswered = 1
             try:
                 self._deadline = time.monotonic() + limit_s
                 if limit_s != self._set_limit_s:
@@ -166,8 +171,9 @@ class Connection:
                 if op is Op.MEET and self._rank:
                     self._look_for_answer()
                 status, answer = unpack_body(self._receive_frame())
+                self._unanswered -= 1
                 return Status(status), answer
-            except BlockingIOError:
+            except TimeoutError:
                 self._break(
                     f"it did not answer within {limit_s:.1f} s; its host may be frozen, or its network gone"
                 )
@@ -178,16 +184,12 @@ class Connection:
             except ValueError as error:
                 self._break(f"a message was refused: {error}")
                 self._lost(stage, self._broken)
-            except (
-                BaseException
-            ):  # an interrupt: what is still to come would be read as the answer to the next request
-                self._cut_short = True
-                raise
 
     def _tell(self, op: Op, body: Body, stage: str) -> tuple[Status, list[bytes]]:
         """Send ``body`` without reading the answer: after an interrupt, what comes may be the answer to the earlier request."""
         if op not in (Op.ABORT, Op.LEAVE):
             self._lost(stage, "an earlier request was interrupted, and what comes may be its answer")
+        self._unanswered += 1
         try:
             self._send(self._ours.frame(body))
         except OSError as error:
@@ -203,10 +205,9 @@ class Connection:
         while True:
             try:
                 left = max(0.01, self._deadline - time.monotonic())
-                sock = socket.create_connection((host, port), min(_ADDRESS_S, left))
+                sock = unshared(socket.create_connection((host, port), min(_ADDRESS_S, left)))
                 tune(sock)
                 self.address = str(sock.getsockname()[0])
-                sock.settimeout(None)  # the kernel's limit, set below, needs a blocking socket
                 return sock
             except OSError as error:
                 if time.monotonic() + _RETRY_S > self._deadline:
@@ -245,7 +246,7 @@ class Connection:
             if status != Status.OK:
                 self._refused(b"; ".join(fields).decode(errors="replace"))
             return fields
-        except BlockingIOError as error:
+        except TimeoutError as error:
             raise RefitTimeout(
                 f"the rendezvous at {self._where} took the connection and did not answer within "
                 f"{self._timeout_s:.0f} s; is the host of trainer rank 0 frozen?",
@@ -316,30 +317,32 @@ class Connection:
     def _look_for_answer(self) -> None:
         """Take in what comes soon, without a pause; where nothing does, it is left to be waited for."""
         until = time.monotonic() + SPIN_S
-        while time.monotonic() < until:
-            try:
-                data = self._sock.recv(_READ, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-                continue
-            if not data:
-                raise EOFError
-            self._incoming += data
-            return
+        self._sock.settimeout(0)
+        try:
+            while time.monotonic() < until:
+                try:
+                    data = self._sock.recv(_READ)
+                except BlockingIOError:
+                    os.sched_yield()
+                    continue
+                if not data:
+                    raise EOFError
+                self._incoming += data
+                return
+        finally:
+            self._limit(self._deadline - time.monotonic())
 
     def _limit_the_rest(self) -> None:
         """Keep one limit for all parts of what is sent or received."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise BlockingIOError
+            raise TimeoutError
         self._limit(left)
 
     def _limit(self, seconds: float) -> None:
-        """Let any one send or receive fail (EAGAIN) after ``seconds``; 0 would let it wait for ever."""
-        seconds = max(seconds, 1e-3)
-        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        """Let any one send or receive raise TimeoutError after ``seconds``, whatever signals come meanwhile."""
+        # Not 0, which would not wait at all.
+        self._sock.settimeout(min(max(seconds, 1e-3), _LONGEST_S))
         self._set_limit_s = seconds
 
     def _break(self, why: str) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import socket
 import struct
 import sys
 import zlib
@@ -55,18 +54,6 @@ _ZLIB_HEADER = b"\x78"  # no JSON begins so
 SPIN_S = 2e-3
 # json.dumps would make an encoder for each call.
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def tune(sock: socket.socket) -> None:
-    """Set a connection's options: small messages leave at once, and a host that is gone is noticed in minutes.
-
-    The probes also keep firewalls from forgetting a connection that is idle while a policy trains.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
 
 class Malformed(ValueError):

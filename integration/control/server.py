@@ -39,10 +39,10 @@ from .frames import (
     pack_int,
     parse_header,
     proof,
-    tune,
     unpack_body,
 )
 from .meeting import Answer
+from .sockets import tune, unshared
 from .world import RefitWorld
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class RendezvousServer:
         self._accept_at: float | None = None
         self._closing: float | None = None
         self._linger_s = _LINGER_S
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = map(unshared, socket.socketpair())
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -209,6 +209,7 @@ class RendezvousServer:
     def _accept(self, now: float) -> None:
         try:
             sock, address = self._listener.accept()
+            unshared(sock)
         except OSError as error:
             self._log_refusal(f"a connection was not accepted: {error}")
             if error.errno in _EXHAUSTED:
@@ -428,7 +429,7 @@ def _listen_now(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = unshared(socket.socket(family, kind, protocol))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

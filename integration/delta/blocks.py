@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..layout import flat_bytes
+
 SPARSE, BITMAP, WHOLE = range(3)
 ENTRY_BYTES = 16
 # Of a pass, int64: blocks packed, bytes reserved, end of the data, blocks without room, elements that differ.
@@ -103,8 +105,7 @@ def alignment(itemsize: int) -> int:
 def bits(view: torch.Tensor) -> Bits:
     """A contiguous CPU tensor's elements as signed numbers of their size."""
     # Not numpy(), after which torch refuses to free the storage, as trainers do that offload.
-    flat = np.from_dlpack(view.detach().reshape(-1).view(torch.uint8))
-    return flat.view(f"<i{view.element_size()}")
+    return np.from_dlpack(flat_bytes(view.detach())).view(f"<i{view.element_size()}")
 
 
 def weigh(values: Bits, stream: Ints) -> int:

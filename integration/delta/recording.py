@@ -109,6 +109,8 @@ class Recording:
             self._lose(_OPEN)
         self._writes = self._writes_now()
 
+    # Parameters that are trained would make the copies a part of their graph; the same in _mark().
+    @torch.no_grad()
     def _keep(self) -> list[torch.Tensor]:
         """A copy of each stream as it is; none if that would be of no use."""
         if not self._lost and (other := self._written_by_others()):
@@ -127,6 +129,7 @@ class Recording:
             return []
         return copies
 
+    @torch.no_grad()
     def _mark(self, copies: list[torch.Tensor]) -> None:
         if self._lost:
             return

@@ -7,6 +7,7 @@ Bulk weights go shard to shard. All others go over the packed broadcast: gathere
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -136,6 +137,8 @@ class RefitEngine:
         self._source_thread: SourceThread | None = None
         # What a refit under way has not drawn yet of the export; None if there is none.
         self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
+        # Threads within a recorded step.
+        self._recording: set[int] = set()
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         """Learn what exists on all ranks and agree on it.
@@ -235,6 +238,8 @@ class RefitEngine:
                 sources[names[position]], destinations[names[position]] = held, wanted
         return carry(self.manifest.specs("bulk"), sources, destinations, unfit, self.config.bucket_bytes)
 
+    # Not in inference mode, outside of which nothing could write later what is made in it; the same in rebind().
+    @torch.inference_mode(False)
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
         device = self._endpoint.device
@@ -308,12 +313,23 @@ class RefitEngine:
 
     @contextmanager
     def recording_step(self) -> Iterator[None]:
-        """Trainer ranks: a context in which the weights are written, and at whose end they are complete on all ranks."""
-        with self._bulk.recording_step() if self._bulk is not None else nullcontext():
+        """Trainer ranks: a context in which the weights are written, and at whose end they are complete on all ranks.
+
+        One within another of the same thread is a part of it, as where one optimizer's step calls another's.
+        """
+        thread = threading.get_ident()
+        if thread in self._recording:
             yield
-            # On all ranks or on none, whatever became of the epoch on one of them: it may be a collective.
-            with working_on(self._endpoint.device):
-                cast(WeightSource, self._endpoint).prepare()
+            return
+        self._recording.add(thread)
+        try:
+            with self._bulk.recording_step() if self._bulk is not None else nullcontext():
+                yield
+                # On all ranks or on none, whatever became of the epoch on one of them: it may be a collective.
+                with working_on(self._endpoint.device):
+                    cast(WeightSource, self._endpoint).prepare()
+        finally:
+            self._recording.discard(thread)
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""
@@ -330,6 +346,7 @@ class RefitEngine:
         if self._bulk is not None:
             self._bulk.commit(version)
 
+    @torch.inference_mode(False)
     def rebind(self) -> int:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
 

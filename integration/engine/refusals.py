@@ -5,7 +5,6 @@ They take the misc path: the engine's own loader knows what becomes of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,10 +46,9 @@ def _in_another_order(fragments: Sequence[Fragment], formats: Mapping[str, Forma
 def _sharing(fragments: Sequence[Fragment]) -> dict[str, str]:
     """Weights whose memory another name has too, as a head has an embedding's that is tied to it.
 
-    Either could be written last, and the sums of both would not agree. Found are equal views, and views without gaps that share a
-    byte; others that lie between each other do not meet.
+    Either could be written last, and the sums of both would not agree. Looked at is all of a view without gaps, and of another one its
+    first row; others that lie between each other do not meet.
     """
-    equal: dict[tuple[object, ...], set[str]] = defaultdict(set)
     runs: list[tuple[int, int, str]] = []
     # Subclasses (vLLM's parameters) would run their own code for each question.
     with torch._C.DisableTorchFunctionSubclass():
@@ -59,18 +57,16 @@ def _sharing(fragments: Sequence[Fragment]) -> dict[str, str]:
             if not view.numel():
                 continue
             if view.is_contiguous():
-                runs.append((view.data_ptr(), view.nbytes, fragment.name))
+                nbytes = view.nbytes
             else:
-                equal[view.data_ptr(), view.shape, view.stride()].add(fragment.name)
+                nbytes = view.element_size() * (view.shape[-1] if view.stride(-1) == 1 else 1)
+            runs.append((view.data_ptr(), nbytes, fragment.name))
     found: dict[str, str] = {}
 
     def note(name: str, other: str) -> None:
         for one, two in ((name, other), (other, name)):
             found.setdefault(one, f"it lies in the memory of {two}: each would overwrite the other")
 
-    for first, *others in map(sorted, equal.values()):
-        for other in others:
-            note(other, first)
     end, before = 0, ""
     for address, nbytes, name in sorted(runs):
         if address < end and name != before:

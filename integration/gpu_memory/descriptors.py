@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
+from ..control.sockets import unshared
+
 logger = logging.getLogger(__name__)
 
 # Descriptors of one answer. They are open on both sides meanwhile, and a process may have 1024 only.
@@ -51,7 +53,7 @@ class DescriptorServer:
         self._timeout = timeout_s
         self.address = f"rlrefit-{secrets.token_hex(16)}"
         self.token = secrets.token_hex(TOKEN_BYTES)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
         self._lock = threading.Lock()
@@ -89,7 +91,7 @@ class DescriptorServer:
                         logger.warning("GPU memory handles are not served any more: %s", error)
                     return
                 # Before anything is read, so that a process of another user takes no thread.
-                if not _is_ours(connection):
+                if not _is_ours(unshared(connection)):
                     connection.close()
                     continue
                 thread = threading.Thread(
@@ -159,7 +161,7 @@ def fetch(address: str, token: str, spans: Sequence[tuple[int, int]], timeout_s:
     ]
     if not asked:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with unshared(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(timeout_s)
         connection.connect("\0" + address)
         connection.sendall(bytes.fromhex(token))

@@ -14,7 +14,7 @@ from .boxes import (
     volume,
 )
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
-from .fragments import Encoding, Fragment, Misfit, local_slice
+from .fragments import Encoding, Fragment, Misfit, flat_bytes, local_slice
 from .mesh import Mesh
 from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chunk, local_shape
 
@@ -36,6 +36,7 @@ __all__ = [
     "common_axes",
     "coverage_gap",
     "dtensor_fragments",
+    "flat_bytes",
     "intersect",
     "layout_of",
     "local_fragments",

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from .fragments import flat_bytes
 from .rearrangement import NotRearranged, Rearrangement, Step, along_dimensions, told_places
 
 # Elements of a tile: no smaller than a word of 32 bits, and as many as one program of the kernel can have.
@@ -125,7 +126,7 @@ def _bytes(made: torch.Tensor) -> torch.Tensor:
         raise NotRearranged(
             f"it has become {made.dtype}{list(made.shape)} with strides {list(made.stride())}"
         )
-    return made.reshape(-1).view(torch.uint8)
+    return flat_bytes(made)
 
 
 def find_codes(

@@ -118,3 +118,9 @@ class Fragment:
 def local_slice(box: Box, part: Box) -> tuple[slice, ...]:
     """The index of ``part`` inside a tensor that holds exactly ``box``; both in full coordinates."""
     return tuple(slice(p0 - b0, p1 - b0) for (b0, _), (p0, p1) in zip(box, part, strict=True))
+
+
+def flat_bytes(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous view as uint8 ``[n]``, on the same storage."""
+    # as_strided, since one element or none counts as contiguous whatever its strides are, and could not be seen as bytes.
+    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..layout import flat_bytes
+
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 Sums = npt.NDArray[np.uint64]
@@ -58,10 +60,8 @@ class ChecksumViews:
 
 def _partial(view: torch.Tensor, offset: int) -> torch.Tensor:
     """What a view adds whose packed bytes begin at byte ``offset`` of the message."""
-    # as_strided, since one element counts as contiguous whatever its stride is, and could not be seen as bytes.
-    flat = view.detach().contiguous().as_strided((view.numel(),), (1,))
     # Not numpy(), after which torch refuses to free the storage, as trainers do that offload.
-    raw = np.from_dlpack(flat.view(torch.uint8)).view(np.uint8)
+    raw = np.from_dlpack(flat_bytes(view.detach().contiguous())).view(np.uint8)
     first = min(-offset % 4, raw.size)
     last = raw.size - (raw.size - first) % 4
     total = _sums(raw[first:last].view("<u4"), (offset + first) // 4)

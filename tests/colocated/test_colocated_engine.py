@@ -15,7 +15,7 @@ from rlrefit.integration.quantize.formats import Format
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.quantize import test_quantized_refit as quantized
-from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world, whole
 from tests.refit.test_killed_peer import kill_a_rank
 from tests.refit.test_session import refit_versions, world
 from tests.spawn import run_ranks
@@ -47,6 +47,14 @@ def test_the_engine_says_what_carries_the_bytes_and_holds_the_misc_paths_buckets
     assert all("refit rank 0 can't map GPU memory" in reason for reason, _ in told)
     # Trainer rank 1 has no part in the broadcast.
     assert [nbytes > 0 for _, nbytes in told] == [True, False, True, True, True]
+
+
+def test_fewer_bytes_on_the_misc_path_than_ranks_have_a_bucket_all_the_same() -> None:
+    specs = [TensorSpec("w", (8, 10), torch.bfloat16), TensorSpec("router", (), torch.float32)]
+    source = SyntheticSource(specs, whole(specs), {"router": "MoE router"})
+    engines = [SyntheticDestination(specs, whole(specs)) for _ in range(6)]
+    results = run_world([source], engines, refit_versions(1, 2), CONFIG, "colocated_ipc")
+    assert [[wrong for _, wrong, _ in result] for result in results[1:]] == [[[], []]] * 6
 
 
 def test_float8_and_a_tensor_larger_than_a_bucket_arrive_and_damage_on_the_way_is_found(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.layout import flat_bytes
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import BF16, FP32, SyntheticDestination, SyntheticSource, columns, rows, whole
@@ -19,6 +20,7 @@ SPECS = [
     TensorSpec("column", (240, 100), BF16),
     TensorSpec("row", (70, 120), BF16),
     TensorSpec("norm", (5,), FP32),
+    TensorSpec("one", (1,), FP32),
     TensorSpec("code", (130, 30), torch.float8_e4m3fn),
     TensorSpec("large", (700, 900), BF16),
     TensorSpec("router", (4, 6), BF16),
@@ -67,17 +69,19 @@ class Destination(SyntheticDestination):
 
     def poison(self) -> None:
         for storage in self._wanted.values():
-            storage.view(torch.uint8).fill_(0x7F)
+            storage.unsqueeze(-1).view(torch.uint8).fill_(0x7F)
 
     def wrong(self, version: int) -> list[str]:
         return [
             f"{name} {box}"
             for (name, box), storage in self._wanted.items()
             if not torch.equal(
-                storage.cpu().contiguous().view(torch.uint8),
-                value(self._specs[name], self.share, version)[tuple(slice(a, b) for a, b in box)]
-                .contiguous()
-                .view(torch.uint8),
+                flat_bytes(storage.cpu().contiguous()),
+                flat_bytes(
+                    value(self._specs[name], self.share, version)[
+                        tuple(slice(a, b) for a, b in box)
+                    ].contiguous()
+                ),
             )
         ]
 

@@ -128,6 +128,24 @@ def test_changes_of_several_steps_travel_together() -> None:
     assert dense_refits(between(steps)) == [1]
 
 
+def test_a_step_within_another_one_is_a_part_of_it() -> None:
+    def nested(session: RefitSession, endpoint: Any) -> None:
+        prepared: list[int] = []
+        with pytest.MonkeyPatch.context() as patch, session.recording_changes():
+            patch.setattr(endpoint, "prepare", lambda: prepared.append(endpoint.version))
+            # As two optimizers, of which the outer one has written before the inner one does.
+            for norm in norms(endpoint):
+                norm.add_(1.0)
+            with pytest.raises(ZeroDivisionError), session.recording_changes():
+                raise ZeroDivisionError
+            step(session, endpoint, 5)
+            endpoint.set_version(3)
+            assert not prepared
+            patch.undo()
+
+    assert dense_refits(between(nested), replace(CONFIG, verify="off"), Counting) == [1]
+
+
 def test_a_mask_takes_a_small_share_of_the_bytes_that_are_sent() -> None:
     def body(rank: int, session: RefitSession, endpoint: Any) -> int:
         refits(1, 2)(rank, session, endpoint)

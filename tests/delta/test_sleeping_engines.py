@@ -53,7 +53,7 @@ def keeps(endpoint: Any) -> None:
     """The same bytes in the same places, in memory that was given back meanwhile."""
     for storage in held_by(endpoint).values():
         kept = storage.clone()
-        storage.view(torch.uint8).fill_(0x7F)
+        storage.unsqueeze(-1).view(torch.uint8).fill_(0x7F)
         storage.copy_(kept)
 
 

@@ -303,6 +303,8 @@ def _seen(tensor: torch.Tensor, axes: Axes | None, box: Box) -> torch.Tensor:
 
 
 def _strided(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Storage whose view of ``shape`` is not contiguous."""
+    """Storage whose view of ``shape`` is not contiguous; one element lies in a column, which no stride of 1 leads along."""
+    if shape == [1]:
+        return torch.zeros(3, 7, dtype=dtype, device=device)[:1, 2]
     padded = torch.zeros([*shape[:-1], shape[-1] + 3] if shape else [3], dtype=dtype, device=device)
     return padded[..., : shape[-1]] if shape else padded[0]

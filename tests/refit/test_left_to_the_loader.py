@@ -164,8 +164,12 @@ def test_views_that_lie_between_each_other_share_nothing_and_those_that_meet_are
     ]
     assert refused_on_engine([*apart, *meeting], {"none": "why"}, {}).keys() == {
         "none",
+        "gate",
         "upper",
         "lower",
         "up",
         "up again",
     }
+    # With columns of padding, and fewer rows.
+    padded = [fragment("embedding", memory[:, :3]), fragment("head", memory[:6, :3])]
+    assert refused_on_engine(padded, {}, {}).keys() == {"embedding", "head"}

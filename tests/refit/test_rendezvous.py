@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
 import json
 import logging
+import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -488,3 +491,75 @@ def test_a_process_that_exits_without_closing_it_ends_the_others_waits_at_once()
     channel.close()
     process.join(10)
     assert process.exitcode == 0
+
+
+def _open_and_fork(pipe: Connection) -> None:
+    server = open_rendezvous("127.0.0.1", 1, 2)
+    member = join(server, 1)
+    if (short := os.fork()) == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(short, 0)
+    if os.fork() == 0:
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+        os._exit(0)
+    pipe.send(server.rendezvous.to_json())
+    member.barrier("never")
+
+
+def test_processes_that_a_rank_forked_end_nothing_of_it_and_hold_nothing_after_it() -> None:
+    context = processes()
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_open_and_fork, args=(theirs,))
+    process.start()
+    theirs.close()
+    meeting = Rendezvous.from_json(pipe.recv())
+    channel = Channel(meeting, RefitWorld(0, 1, 2), 60.0)  # one child has ended
+    threading.Timer(0.2, process.kill).start()
+    start = time.monotonic()
+    with pytest.raises(PeerLost):
+        channel.barrier("b")
+    open_rendezvous("127.0.0.1", 1, 1, port=meeting.port).close()
+    assert time.monotonic() - start < 20
+    channel.close()
+    process.join(10)
+    pipe.close()  # and so the other child ends
+
+
+@pytest.fixture
+def interrupted(server: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """Rank 0, whose requests a frozen server leaves unanswered, and whose waits a signal interrupts again and again."""
+    channel = join(server, 0, 1.0)
+    monkeypatch.setattr(server._state, "request", lambda *_: [])
+    earlier = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    yield channel
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, earlier)
+    channel.close()
+
+
+def test_signals_do_not_lengthen_a_wait(interrupted: Channel) -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="did not answer"):
+        interrupted.check_abort("transfer")
+    assert time.monotonic() - start < 10
+
+
+def test_a_signals_handler_may_leave_in_the_middle_of_a_wait_and_ask_for_nothing(
+    interrupted: Channel,
+) -> None:
+    refused = []
+
+    def leave(*_: object) -> None:
+        try:
+            interrupted.check_abort("transfer")
+        except PeerLost as error:
+            refused.append(error)
+        interrupted.close()
+
+    signal.signal(signal.SIGALRM, leave)
+    with pytest.raises(PeerLost, match="closed"):
+        interrupted.barrier("b")
+    assert "may be its answer" in str(refused[0])

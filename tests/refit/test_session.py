@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import threading
 import time
@@ -38,6 +39,7 @@ from .synthetic import (
     SyntheticDestination,
     SyntheticSource,
     ended,
+    held_by,
     layout_of,
     move,
     pair,
@@ -63,6 +65,45 @@ def test_three_changed_refits_land_bit_for_bit_and_commit(engine: str, transport
     if engine == "nccl_xfer":
         assert record.bytes_bulk == record.bytes_kept - 4 * 6 * 2
         assert record.bytes_verified > 0
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_parameters_that_are_trained_take_no_refit_into_their_graph_on_either_side(transport: str) -> None:
+    sources, destinations = world(2)
+    for endpoint in (*sources, *destinations):
+        held = held_by(endpoint)
+        held.update({key: torch.nn.Parameter(storage.clone()) for key, storage in held.items()})
+    kept: list[Any] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[str]:
+        if session.world.is_source:
+            for version in (1, 2):
+                with torch.no_grad():
+                    endpoint.set_version(version)
+                session.refit(version)
+            kept.extend(o for o in gc.get_objects() if type(o) is torch.Tensor and o.grad_fn is not None)
+            return []
+        for version in (1, 2):
+            session.refit(version)
+        return endpoint.wrong(2)
+
+    assert run_world(sources, destinations, body, RefitConfig(transport=transport, bucket_mb=1)) == [[]] * 4
+    assert kept == []
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_what_is_opened_or_followed_in_inference_mode_refits_outside_of_it(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[list[str]]:
+        wrong = [refit_changed(session, endpoint, 1)[1]]
+        move(endpoint)
+        with torch.inference_mode():
+            wrong.append(refit_changed(session, endpoint, 2)[1])
+        return [*wrong, refit_changed(session, endpoint, 3)[1]]
+
+    monkeypatch.setattr(RefitSession, "open", torch.inference_mode()(RefitSession.open))
+    assert run_world(*world(2), body, RefitConfig(transport=transport, bucket_mb=1)) == [[[]] * 3] * 4
 
 
 @pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3)])
@@ -172,10 +213,10 @@ def test_ranks_may_wait_for_different_times() -> None:
 
 def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -> None:
     sources, destinations = pair([TensorSpec("a", (8, 4), BF16), TensorSpec("b", (8, 4), BF16)])
-    # Two weights that share columns of one storage: the second to land destroys a part of the first.
+    # Two weights that share rows of one storage behind their first ones: the second to land destroys a part of the first.
     first, second = destinations[0]._wanted
-    shared = destinations[0]._wanted[first]
-    destinations[0]._wanted[second] = shared.as_strided(shared.shape, shared.stride(), 1)
+    shared = torch.zeros(9, 7, dtype=BF16)[:, :4]
+    destinations[0]._wanted |= {first: shared[:8], second: shared[1:]}
     results = run_world(sources, destinations, refit_versions(1))
     assert [type(result) for result in results] == [PeerLost, VerificationError]
 
@@ -296,6 +337,22 @@ def test_after_a_failure_an_engine_refuses_to_generate_until_a_new_epoch_heals_i
     results = run_world(sources, destinations, refit_versions(2), states={2: state})
     assert results[2][0][1:] == ([], 2)
     state.require_clean()
+
+
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast", "colocated_ipc"])
+def test_a_session_that_is_closed_within_its_refit_ends_it_with_a_refit_error(engine: str) -> None:
+    sessions: dict[int, RefitSession] = {}
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        sessions[rank] = session
+        session._channel.barrier("all are here")
+        if rank == 2:
+            # As the handler of a signal does on trainer rank 0, which waits meanwhile.
+            endpoint.load_weights = lambda weights: sessions[0].close()
+        return ended(session, 1)
+
+    results = run_world(*world(1), body, RefitConfig(bucket_mb=1, timeout_s=20.0), engine)
+    assert all(isinstance(result, RefitError) for result in results), results
 
 
 def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:

@@ -193,8 +193,8 @@ class SourceRefitMixin:
                 optimizer.step()
 
         With ``refit_config.delta_base`` ``optimizer`` a sparse refit sends what changed within it; all trainer ranks enter it
-        together. A copy of all that this rank sends is on its device meanwhile. With another ``delta_base``, with ``delta`` off, and
-        before ``join_refit``, it does nothing.
+        together. A copy of all that this rank sends is on its device meanwhile. One within another is a part of it. With another
+        ``delta_base``, with ``delta`` off, and before ``join_refit``, it does nothing.
         """
         if self._refit_session is None:
             yield
