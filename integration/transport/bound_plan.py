@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
+from ..layout import flat_bytes
 from ..packing import (
     Copy,
     EncodedView,
@@ -20,7 +21,7 @@ from ..packing.host import CopiesByHost, copied_by_host
 from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
 from .checksums import Check, ChecksumRows, add_due
 from .messages import LocalMessage, LocalMessages
-from .storage import LiveView, LiveViews, flat_bytes, in_memory, packed_view, unowned
+from .storage import LiveView, LiveViews, in_memory, packed_view, unowned
 
 # The buckets of a rank: (direction, number) → uint8.
 Buckets = dict[tuple[str, int], torch.Tensor]

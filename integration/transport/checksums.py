@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
+from ..layout import flat_bytes
 from ..packing import Checksums, make_checksums
 from ..plan import Segment
 from .messages import LocalMessage, LocalMessages
-from .storage import flat_bytes
 
 # Added to every tag from refit to refit: an odd number, so that none comes again within 2^64 refits.
 _STEP = 0x9E3779B97F4A7C15

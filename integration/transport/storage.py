@@ -289,12 +289,6 @@ def packed_view(buffer: torch.Tensor, segment: Segment, dtype: torch.dtype) -> t
     return raw.view(dtype).view([stop - start for start, stop in segment.box])
 
 
-def flat_bytes(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous view as uint8 ``[n]``, on the same storage."""
-    # as_strided, since one element counts as contiguous whatever its stride is, and could not be seen as bytes.
-    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
-
-
 def unowned(raw: torch.Tensor) -> torch.Tensor:
     """The same bytes, without keeping GPU memory from being freed: as a plain address, which its owner may outlive.
 
