@@ -8,6 +8,7 @@ first matrix by rows, the second by columns. After each step the engine computes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
@@ -112,6 +113,11 @@ class Engine(DestinationRefitMixin):
 
 
 def main() -> int:
+    ranks = TRAIN_RANKS + GEN_RANKS
+    if os.environ.get("WORLD_SIZE") != str(ranks):
+        raise SystemExit(
+            f"it takes {ranks} ranks of torchrun: torchrun --nproc-per-node {ranks} examples/own_engine.py"
+        )
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     trains = rank < TRAIN_RANKS

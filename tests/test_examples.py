@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -180,3 +181,26 @@ def test_sparse_refits_after_training_steps_leave_the_engine_the_trainers_weight
 
 def test_the_third_party_worker_knows_nothing_of_rlrefit() -> None:
     assert "rlrefit." not in (EXAMPLES / "ppo_worker.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("example", "lacks"),
+    [
+        ("own_engine.py", "torchrun --nproc-per-node 4"),
+        ("trl/grpo.py", "no package trl"),
+        ("nemo_rl/train.py", "no package nemo_rl"),
+    ],
+)
+def test_an_example_that_lacks_something_says_what_and_shows_no_traceback(example: str, lacks: str) -> None:
+    assert lacks in run_alone(_ended_by, EXAMPLES / example, environment={"WORLD_SIZE": "1"})
+
+
+def _ended_by(example: Path) -> str:
+    """What the example tells as it ends itself."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), mock.patch.object(sys, "argv", ["example"]):
+        try:
+            runpy.run_path(str(example), run_name="__main__")
+        except SystemExit as ended:
+            return f"{told.getvalue()}{ended.code}"
+    raise AssertionError("it went on")
