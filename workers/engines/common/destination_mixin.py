@@ -127,8 +127,7 @@ class DestinationRefitMixin:
         """Receive all weights once and commit ``version``; returns this rank's record.
 
         Raises:
-            RuntimeError: ``join_refit`` was not called.
-            RefitError: the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
+            RefitError: ``join_refit`` was not called; the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
         """
         try:
             self._refit_last = self._refitted(version)
