@@ -65,7 +65,10 @@ class Placement:
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         if missing := self.parameters.keys() - {spec.name for spec in specs}:
-            raise RefitMismatch(f"the trainer has no weight for {sorted(missing)}", stage="holdings")
+            raise RefitMismatch(
+                f"the trainer has no weight for {sorted(missing)}. Nothing was written; give both sides one model",
+                stage="holdings",
+            )
         # What is in the second answer, with a reason, goes through load_weights in place of shard to shard.
         return [self._fragment(spec) for spec in specs], {}
 
