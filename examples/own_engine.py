@@ -8,6 +8,7 @@ first matrix by rows, the second by columns. After each step the engine computes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
@@ -64,7 +65,10 @@ class Placement:
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         if missing := self.parameters.keys() - {spec.name for spec in specs}:
-            raise RefitMismatch(f"the trainer has no weight for {sorted(missing)}", stage="holdings")
+            raise RefitMismatch(
+                f"the trainer has no weight for {sorted(missing)}. Nothing was written; give both sides one model",
+                stage="holdings",
+            )
         # What is in the second answer, with a reason, goes through load_weights in place of shard to shard.
         return [self._fragment(spec) for spec in specs], {}
 
@@ -112,6 +116,11 @@ class Engine(DestinationRefitMixin):
 
 
 def main() -> int:
+    ranks = TRAIN_RANKS + GEN_RANKS
+    if os.environ.get("WORLD_SIZE") != str(ranks):
+        raise SystemExit(
+            f"it takes {ranks} ranks of torchrun: torchrun --nproc-per-node {ranks} examples/own_engine.py"
+        )
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     trains = rank < TRAIN_RANKS

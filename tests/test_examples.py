@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -180,3 +181,23 @@ def test_sparse_refits_after_training_steps_leave_the_engine_the_trainers_weight
 
 def test_the_third_party_worker_knows_nothing_of_rlrefit() -> None:
     assert "rlrefit." not in (EXAMPLES / "ppo_worker.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("example", "lacks"),
+    [
+        ("own_engine.py", "torchrun --nproc-per-node 4"),
+        ("trl/grpo.py", "no package trl"),
+        ("nemo_rl/train.py", "no package nemo_rl"),
+    ],
+)
+def test_an_example_that_lacks_something_says_what_and_shows_no_traceback(
+    example: str, lacks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", [example])
+    for name in ("trl", "nemo_rl"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    assert lacks in f"{ended.value.code}{capsys.readouterr().err}"

@@ -8,7 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import nemo_rl
+try:
+    import nemo_rl
+except ModuleNotFoundError:
+    raise SystemExit(
+        "this Python has no package nemo_rl: run it in NeMo-RL's environment (docs/nemo_rl.md)"
+    ) from None
 
 sys.path.insert(0, str(Path(nemo_rl.__file__).parents[1] / "examples"))
 

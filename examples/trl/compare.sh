@@ -10,6 +10,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 model=${1:?usage: compare.sh FOLDER [arguments of grpo.py], with the folder of a checkpoint}
 shift
+python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { echo "trainer and server need GPUs, and torch finds none here; python examples/trl/grpo.py --cpu trains without" >&2; exit 2; }
 train=${TRAIN:-0} serve=${SERVE:-1} port=${PORT:-8000}
 ranks=$(awk -F, '{print NF}' <<<"$train")
 launch=(python)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import shutil
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from rlrefit.recipes.rewards.scorer import arithmetic
@@ -120,6 +122,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.write_tiny:
         write_tiny(arguments.write_tiny)
         return 0
+    if find_spec("trl") is None:
+        parser.error("this Python has no package trl; pip install trl==1.16.0 (docs/trl.md)")
+    if not arguments.model:
+        parser.error("--model: is missing; give the checkpoint that the server serves")
+    if not arguments.cpu and not torch.cuda.is_available():
+        parser.error("torch finds no GPU here; give --cpu for one process without")
     if arguments.stand_ins or arguments.cpu:
         import stand_ins
 

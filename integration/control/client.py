@@ -60,8 +60,8 @@ def _remedy(host: str, error: OSError) -> str:
         )
     if is_loopback(host):
         return (
-            f"That address is {socket.gethostname()} itself. Is trainer rank 0 up? If it is on another host, have it open the "
-            "rendezvous at an address that all ranks reach"
+            f"That address is {socket.gethostname()} itself. Is trainer rank 0 up, and does it wait still? If it is on another host, "
+            "have it open the rendezvous at an address that all ranks reach"
         )
     return (
         f"Is trainer rank 0 up? Does {socket.gethostname()} reach that address, and is the port open between the hosts? If trainer "

@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import RefitError
+
 
 @dataclass(frozen=True)
 class RefitWorld:
@@ -17,6 +19,10 @@ class RefitWorld:
         train_ranks: number of trainer ranks.
         gen_ranks: number of generation ranks, over all replicas.
         epoch: number of this membership; a plan belongs to one epoch.
+
+    Raises:
+        ValueError: a side has no rank.
+        RefitError: ``rank`` is no number of this world.
     """
 
     rank: int
@@ -30,10 +36,12 @@ class RefitWorld:
                 f"a refit needs a rank on each side, but there are {self.train_ranks} trainer and "
                 f"{self.gen_ranks} generation ranks"
             )
-        if not 0 <= self.rank < self.size:
-            raise ValueError(
-                f"rank {self.rank} is not in the refit world of {self.size} ranks: the trainer's are 0 to {self.train_ranks - 1}, "
-                f"the engines' {self.train_ranks} to {self.size - 1}"
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
+            raise RefitError(
+                f"rank {self.rank!r} is not in the refit world of {self.size} ranks: the trainer's are 0 to {self.train_ranks - 1}, "
+                f"the engines' {self.train_ranks} to {self.size - 1}. This rank has met nobody, and the others wait for it; give "
+                "each process its own of these numbers",
+                stage="rendezvous",
             )
 
     @property

@@ -112,14 +112,10 @@ def test_an_attempt_that_failed_before_any_success_is_told_without_a_record(
     sides: tuple[Trainer, Engine],
 ) -> None:
     _, engine = sides
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RefitError):
         engine.refit(4)
     attempt = engine.refit_record().pop("failed_attempt")
-    assert (attempt["version"], attempt["type"], attempt.keys()) == (
-        4,
-        "RuntimeError",
-        {"version", "type", "text"},
-    )
+    assert (attempt["version"], attempt["type"], attempt["stage"]) == (4, "RefitError", "handshake")
 
 
 def test_weights_that_a_sleep_discarded_are_not_served_after_a_refusal_and_are_after_the_next_refit(
@@ -143,3 +139,12 @@ def test_weights_that_a_sleep_discarded_are_not_served_after_a_refusal_and_are_a
         engine.refit(2)
     engine.guard.require_servable()
     assert engine.destination.wrong(2) == []
+
+
+def test_a_field_that_no_refit_has_is_refused_by_name_before_anybody_is_met(
+    sides: tuple[Trainer, Engine],
+) -> None:
+    _, engine = sides
+    with pytest.raises(RefitError, match=r"has timeout, .*timeout_s") as caught:
+        engine.join_refit({}, 1, {"timeout": 3})
+    assert caught.value.stage == "settings"

@@ -195,5 +195,15 @@ def test_a_parameter_without_a_successor_is_an_error_that_names_it(now: Any, fou
 
 @pytest.mark.parametrize("name", ["refit", "nccl_xfer_refit", "broadcast_weights_for_collective"])
 def test_a_refit_before_the_ranks_have_met_names_the_call_that_is_missing(name: str) -> None:
-    with pytest.raises(RuntimeError, match="call join_refit"):
+    with pytest.raises(RefitError, match="call join_refit"):
         getattr(Worker(), name)(1)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, "1"])
+def test_a_number_that_is_no_rank_is_refused_before_anybody_is_met(rank: Any) -> None:
+    worker = Worker()
+    rendezvous = worker.open_refit_rendezvous("127.0.0.1", 1, 1)
+    with pytest.raises(RefitError, match="is not in the refit world") as caught:
+        worker.join_refit(rendezvous, rank)
+    assert caught.value.stage == "rendezvous"
+    worker.close_refit()

@@ -178,8 +178,7 @@ class SourceRefitMixin:
             This rank's :class:`RefitRecord` as plain data.
 
         Raises:
-            RuntimeError: ``join_refit`` was not called.
-            RefitError: and its kinds; the engine is dirty if it was being written. Unknown or missing scales, or
+            RefitError: and its kinds: ``join_refit`` was not called; or the refit failed, and the engine is dirty if it was being written. Unknown or missing scales, or
                 scales without ``refit_config.kv_scales``, are found before anything is.
         """
         session = require_joined(self._refit_session)
@@ -289,11 +288,13 @@ def require_joined(session: RefitSession | None) -> RefitSession:
     """The session.
 
     Raises:
-        RuntimeError: there is none; says which call is missing.
+        RefitError: there is none; says which call is missing.
     """
     if session is None:
-        raise RuntimeError(
-            "a refit was asked for, but this rank has met nobody; call join_refit on all ranks of both sides first"
+        raise RefitError(
+            "a refit was asked for, but this rank has met nobody; call join_refit on all ranks of both sides first. Nothing was "
+            "written",
+            stage="handshake",
         )
     return session
 

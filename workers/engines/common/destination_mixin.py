@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....integration.config import RefitConfig
+from ....integration.config import REFIT_KEYS, RefitConfig
 from ....integration.control import Rendezvous
 from ....integration.errors import RefitError
 from ....integration.session import RefitSession, ServingState
@@ -76,9 +76,16 @@ class DestinationRefitMixin:
 
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
-            RefitError: an adapter alone is to come to weights that are not whole, or that an earlier refit has brought.
+            RefitError: ``refit_config`` has an unknown field; an adapter alone is to come to weights that are not whole, or that an earlier refit has brought.
         """
         self.close_refit()
+        if unknown := refit_config.keys() - set(REFIT_KEYS):
+            raise RefitError(
+                f"refit_config has {', '.join(sorted(unknown))}, which RefitConfig has not. This rank has met nobody, and the others "
+                f"wait for it; its keys are {', '.join(REFIT_KEYS)}",
+                stage="settings",
+                rank=rank,
+            )
         config = RefitConfig(**refit_config)
         if config.lora == "adapter" and self.refit_state.dirty and not self.brings_adapter:
             raise RefitError(
@@ -129,8 +136,7 @@ class DestinationRefitMixin:
         """Receive all weights once and commit ``version``; returns this rank's record.
 
         Raises:
-            RuntimeError: ``join_refit`` was not called.
-            RefitError: the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
+            RefitError: ``join_refit`` was not called; the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
         """
         try:
             self._refit_last = self._refitted(version)
