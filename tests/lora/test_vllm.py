@@ -82,13 +82,13 @@ def serve(folder: Path) -> Served:
         ]
 
     with pytest.raises(RefitError, match="enable_lora") as merging:
-        driver.init_refit(meeting_in(folder, 2), 1, MERGED)
+        driver.join_refit(meeting_in(folder, 2), 1, MERGED)
     base = sample(None)
     refitted, from_files, factors_differ = [], [], []
     for version in range(2 * VERSIONS):
         if version % VERSIONS == 0:
             driver.close_refit()
-            driver.init_refit(meeting_in(folder, version // VERSIONS), 1, REFIT)
+            driver.join_refit(meeting_in(folder, version // VERSIONS), 1, REFIT)
         llm.collective_rpc("poison_adapters")
         driver.refit(version)
         refitted.append(sample(None))
