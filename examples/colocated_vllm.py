@@ -69,7 +69,7 @@ class Refits:
 
     def _meet(self) -> RefitSession:
         meeting = self._server.rendezvous
-        joining = self._pool.submit(self._driver.init_refit, meeting.to_json(), 1, REFIT, ENGINE)
+        joining = self._pool.submit(self._driver.join_refit, meeting.to_json(), 1, REFIT, ENGINE)
         session = RefitSession.open(meeting, 0, lambda: self._source, REFIT, engine=ENGINE)
         joining.result()
         return session

@@ -161,7 +161,7 @@ def train(actor: RefittingActor, engine: EngineProcess | None, engine_ranks: int
         engine.answer()  # it is up
         rendezvous = actor.open_refit_rendezvous(HOST, trainers, engine_ranks)
     rendezvous = from_rank_0(rendezvous)
-    with beside(engine, "init_refit", rendezvous, trainers, REFIT):  # once: plan, communicators
+    with beside(engine, "join_refit", rendezvous, trainers, REFIT):  # once: plan, communicators
         actor.join_refit(rendezvous, rank)
     followed = True
     for version in range(steps):

@@ -108,8 +108,8 @@ class Refits:
         meeting = self._trainers.open_refit_rendezvous(self._engines.gen_ranks)
         self.routes = gather(
             [
-                *self._trainers.submit_init_refit(meeting, self._engine),
-                *self._engines.submit_init_refit(meeting, self._trainers.ranks, self._engine),
+                *self._trainers.submit_join_refit(meeting, self._engine),
+                *self._engines.submit_join_refit(meeting, self._trainers.ranks, self._engine),
             ],
             self._timeout_s,
         )[0]

@@ -114,6 +114,12 @@ def _train_in(
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
+        warmup = config.trainer.optimizer.warmup_steps
+        if warmup >= config.algorithm.steps:
+            console.print(
+                f"the run ends in the warm-up of the learning rate, below lr (trainer.optimizer.warmup_steps={warmup})",
+                soft_wrap=True,
+            )
         model_path = on_all_hosts(model_path)
         ranks = config.trainer.ranks + config.generation.ranks
         with under_way(console, f"starting {ranks} ranks"):

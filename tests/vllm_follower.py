@@ -41,7 +41,7 @@ def follow[Found](serve: Callable[[Path], Found], train: Callable[[Path], None],
 
 @contextmanager
 def joined(
-    trained: torch.nn.Module, folder: Path, config: RefitConfig, engine_ranks: int
+    trained: torch.nn.Module, folder: Path, config: RefitConfig, engine_ranks: int, epoch: int = 0
 ) -> Iterator[FSDPRefitMixin]:
     """The only rank of a trainer of this model, from where the engine has met it to the end of the epoch."""
 
@@ -51,7 +51,7 @@ def joined(
         refit_dtype = torch.bfloat16
 
     trainer = Trainer()
-    with met(trainer, folder, engine_ranks):
+    with met(trainer, folder, engine_ranks, epoch):
         yield trainer
 
 

@@ -127,7 +127,7 @@ _WHY = {
 }
 _REMEDY = {
     Stage.LOST: "Start the engine anew (its memory can't be trusted) and make a new cycle",
-    Stage.WEIGHTS_AWAKE: "Refit again, in a new epoch (init_refit) if this one has ended; until then the engine refuses to "
+    Stage.WEIGHTS_AWAKE: "Refit again, in a new epoch (join_refit) if this one has ended; until then the engine refuses to "
     "generate. If it is the trainer whose weights can't be read, have the engine sleep again (sleep), and load_trainer",
     Stage.TRAINER_PARTLY: "Make room and repeat it (load_trainer): till then the trainer's weights can't be read",
     Stage.TRAINER_LEAVING: "Make room in host memory and repeat it (offload_trainer), or bring the trainer back "

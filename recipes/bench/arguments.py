@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warm-up", type=int, help="refits before them (3; with --live 2)")
     add("--peer-refits", type=int, help="timed refits of each peer (5; with --live 3)")
     add("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
-    add("--layers", type=int, help="keep this many decoder layers of the model")
+    add("--layers", type=int, help="keep only the first decoder layers of the model, this many")
     add("--bucket-mb", type=int, help="policy.refit.bucket_mb")
     add("--streams", type=int, help="policy.refit.streams")
     add("--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full")

@@ -131,22 +131,24 @@ def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
 
 
 def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
-    """A model of the catalogue, with only its first ``layers`` decoder layers if that is not None.
+    """A model of the catalogue, with only its first ``layers`` decoder layers (at most all) if that is not None.
 
     Raises:
         CatalogError: the catalogue can't open it.
     """
-    model = open_model(name, dtype)
+    return _shortened(open_model(name, dtype), layers)
+
+
+def _shortened(model: Model, layers: int | None) -> Model:
     if layers is None:
         return model
-    count = min(layers, model.architecture.layers)
     text = model.config.get("text_config")
     if text is None:
-        return Model(model.name, _shortened(model.config, count), dtype)
-    return Model(model.name, {**model.config, "text_config": _shortened(text, count)}, dtype)
+        return Model(model.name, _shortened_config(model.config, layers), model.dtype)
+    return Model(model.name, {**model.config, "text_config": _shortened_config(text, layers)}, model.dtype)
 
 
-def _shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _shortened_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Keys of a language model of fewer layers."""
     kinds = {
         key: config[key][:layers] for key in ("hybrid_override_pattern", "layer_types") if config.get(key)
@@ -164,7 +166,13 @@ def model_problems(options: RunOptions) -> list[str]:
     if options.layers is not None and options.layers < 1:
         return []  # said already, and what is wrong with a model of so many layers would mislead
     try:
-        model = open_shortened(options.model, torch.bfloat16, options.layers)
+        whole = open_model(options.model, torch.bfloat16)
+        most = whole.architecture.layers
+        if options.layers is not None and options.layers > most:
+            return [
+                f"--layers: {options.layers}, and {whole.name} has {most} decoder layers; give at most {most}, or leave it out for all"
+            ]
+        model = _shortened(whole, options.layers)
         served = _served_model(model, options)
         return [*violations(model, options.train), *violations(served, options.gen)]
     except CatalogError as error:

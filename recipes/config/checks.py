@@ -207,19 +207,13 @@ def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 
 def _schedule(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    optimizer, steps = config.trainer.optimizer, config.algorithm.steps
-    if optimizer.warmup_steps > steps:
-        yield Violation(
-            ("trainer.optimizer.warmup_steps", "algorithm.steps"),
-            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run, "
-            f"which would never reach lr; give at most {steps}",
-        )
+    optimizer = config.trainer.optimizer
     if optimizer.lr_decay == "constant":
         return
-    end = optimizer.lr_decay_steps or steps
-    if optimizer.warmup_steps >= end:
+    end = optimizer.lr_decay_steps
+    if end is not None and optimizer.warmup_steps >= end:
         yield Violation(
-            ("trainer.optimizer.warmup_steps", "trainer.optimizer.lr_decay_steps", "algorithm.steps"),
+            ("trainer.optimizer.warmup_steps", "trainer.optimizer.lr_decay_steps"),
             f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} steps of warm-up leave none of the {end} after which the "
             f"rate has decayed; give at most {end - 1}, or more lr_decay_steps",
         )

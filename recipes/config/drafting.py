@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...workers.engines.sglang.drafters import drafter_problems, has_drafter, may_follow, settings_in
-from ...workers.engines.vllm.drafters import has_weights, is_mtp
+from ...workers.engines.vllm.drafters import has_weights, is_mtp, method_in
 from .engines import DRAFT_SIZES, ENABLED, unsized_drafts
 from .errors import Violation
 from .schema import TrainConfig
@@ -82,7 +82,7 @@ def _algorithm(config: TrainConfig) -> str:
 
 
 def _in_vllm(config: TrainConfig, given: Mapping[str, Any]) -> Iterator[Violation]:
-    method, model = given.get("method"), given.get("model")
+    method, model = method_in(given), given.get("model")
     if method is None and model is None:
         yield Violation(
             (SPECULATIVE,),

@@ -273,9 +273,9 @@ class OptimizerConfig:
         beta2: decay of the second moment.
         eps: term of the denominator.
         grad_clip: largest global norm of the gradient; 0 does not clip.
-        warmup_steps: training steps of linear warm-up to ``lr``.
+        warmup_steps: training steps of linear warm-up to ``lr``. A run of fewer takes the first of them, as a longer one does.
         lr_decay: after the warm-up: ``constant``, or ``linear`` or ``cosine`` down to ``min_lr``.
-        lr_decay_steps: training steps until ``min_lr``, warm-up included; null for ``algorithm.steps``.
+        lr_decay_steps: training steps until ``min_lr``, warm-up included; null for ``algorithm.steps``, if the warm-up ends before.
         min_lr: final rate of a decay.
         cpu_offload_fraction: fraction (0 to 1) of the optimizer's state that is kept and stepped in host memory. Megatron's
             hybrid optimizer; on GPUs, with ``distributed_optimizer``.

@@ -54,7 +54,7 @@ class TrainerActor(RankActor):
     def open_refit_rendezvous(self, train_ranks: int, gen_ranks: int) -> dict[str, Any]:
         return self._policy.open_refit_rendezvous(node_address(), train_ranks, gen_ranks)
 
-    def init_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
+    def join_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
         return self._policy.join_refit(rendezvous, rank, engine)
 
     def refit(self, version: int, kv_scales: dict[str, float] | None) -> dict[str, Any]:
@@ -160,9 +160,9 @@ class TrainerGroup:
         call = self._group.actors[0].open_refit_rendezvous.remote(self.ranks, gen_ranks)
         return gather([("trainer rank 0", call)], self._timeout_s)[0]
 
-    def submit_init_refit(self, rendezvous: dict[str, Any], engine: str) -> list[tuple[str, ray.ObjectRef]]:
+    def submit_join_refit(self, rendezvous: dict[str, Any], engine: str) -> list[tuple[str, ray.ObjectRef]]:
         return self._group.submit_each(
-            "init_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)]
+            "join_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)]
         )
 
     def submit_refit(

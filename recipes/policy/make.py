@@ -113,6 +113,8 @@ def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:
 def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
     """The policy's configuration from a recipe's."""
     trainer, adam, minibatches = config.trainer, config.trainer.optimizer, config.algorithm.minibatches
+    # A run that ends in its warm-up has no step that decays, and Megatron wants one.
+    decay_steps = adam.lr_decay_steps or max(config.algorithm.steps, adam.warmup_steps + 1)
     common: dict[str, Any] = {
         "model_path": model_path,
         "loss": loss,
@@ -125,7 +127,7 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
             # The policy counts optimizer steps.
             warmup_steps=adam.warmup_steps * minibatches,
             lr_decay=adam.lr_decay,
-            lr_decay_steps=(adam.lr_decay_steps or config.algorithm.steps) * minibatches,
+            lr_decay_steps=decay_steps * minibatches,
             min_lr=adam.min_lr,
             cpu_offload_fraction=adam.cpu_offload_fraction,
         ),

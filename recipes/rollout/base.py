@@ -56,11 +56,11 @@ class RolloutGroup(ABC):
         """Wait for the engines that :meth:`start` began to start."""
         gather(self._building, self._timeout_s)
 
-    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
+    def submit_join_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
         """Have all ranks meet the trainer over the named engine; ``first_rank`` is the refit rank of the first of them."""
         ranks = range(first_rank, first_rank + self.gen_ranks, self._ranks_per_actor)
         return self._group.submit_each(
-            "init_refit", [(rendezvous, rank, self._refit_config, engine) for rank in ranks]
+            "join_refit", [(rendezvous, rank, self._refit_config, engine) for rank in ranks]
         )
 
     def submit_refit(self, version: int) -> Calls:

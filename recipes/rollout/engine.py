@@ -56,7 +56,7 @@ class EngineActor(HostActor, SleepCalls):
         """Start the engine with its own keyword arguments; any of the tokens ends a completion."""
 
     @abstractmethod
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
     ) -> list[dict[str, Any]]:
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them."""

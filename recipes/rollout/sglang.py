@@ -93,10 +93,10 @@ class SglangActor(EngineActor):
         self._engine = sglang.Engine(model_path=model_path, **arguments)
         self._calls = self._made_calls(self._engine)
 
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
     ) -> list[dict[str, Any]]:
-        return self._calls.do(self._calls.refit.init_refit, rendezvous, first_rank, config, engine)
+        return self._calls.do(self._calls.refit.join_refit, rendezvous, first_rank, config, engine)
 
     def refit(self, version: int) -> list[dict[str, Any]]:
         return self._calls.do(self._calls.refit.refit, version)

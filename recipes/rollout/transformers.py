@@ -37,7 +37,7 @@ class TransformersActor(RankActor, SleepCalls):
         self._sleeper: TransformersSleeper | None = None
         self._special = {"stop_token_ids": stop_token_ids, "pad_token_id": pad_token_id}
 
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str
     ) -> dict[str, Any]:
         return self._engine.join_refit(rendezvous, rank, asdict(config), engine)

@@ -52,10 +52,10 @@ class VllmActor(EngineActor):
         self._driver = VllmDriver(self._llm)
         self._sleeper: VllmSleeper | None = None
 
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
     ) -> list[dict[str, Any]]:
-        return self._driver.init_refit(rendezvous, first_rank, config, engine)
+        return self._driver.join_refit(rendezvous, first_rank, config, engine)
 
     def refit(self, version: int) -> list[dict[str, Any]]:
         return self._driver.refit(version)

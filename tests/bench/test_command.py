@@ -154,6 +154,14 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
     assert [part for part in parts if part not in said] == []
 
 
+def test_more_layers_than_the_model_has_are_refused_with_their_number(capsys):
+    sides = ("--train", "tp=1", "--gen", "tp=1", "--device", "cpu")
+    assert bench("--model", "qwen3.5-4b", "--layers", 33, *sides) == 2
+    said = capsys.readouterr().err
+    assert "--layers: 33" in said
+    assert "has 32 decoder layers" in said
+
+
 def test_fewer_layers_of_a_language_model_leave_its_image_encoder_whole():
     whole, short = (open_shortened("qwen3.5-4b", torch.bfloat16, layers) for layers in (None, 5))
     names = {spec.name for spec in whole.specs()} - {spec.name for spec in short.specs()}

@@ -70,7 +70,7 @@ def refit_while_it_runs(path: str, other: str) -> dict[str, Any]:
     server = open_rendezvous("127.0.0.1", 1, 1)
     with ThreadPoolExecutor(1) as trainer:
         opening = trainer.submit(RefitSession.open, server.rendezvous, 0, lambda: source, CONFIG)
-        [routes] = driver.init_refit(server.rendezvous.to_json(), 1, CONFIG)
+        [routes] = driver.join_refit(server.rendezvous.to_json(), 1, CONFIG)
         session = opening.result()
 
         def refit(version: int, index: int) -> None:

@@ -115,6 +115,12 @@ def test_every_key_reaches_the_policy() -> None:
     )
 
 
+def test_a_run_that_ends_in_its_warm_up_would_decay_after_it() -> None:
+    config = load_config("grpo_qwen3_4b", ["algorithm.steps=1", "trainer.optimizer.lr_decay=linear"])
+    made = policy_config(config, "model", PolicyLossConfig()).optimizer
+    assert made.lr_decay_steps == made.warmup_steps + config.algorithm.minibatches
+
+
 def test_a_policy_that_cannot_be_says_all_that_is_wrong() -> None:
     with pytest.raises(ValueError) as caught:
         FSDPPolicyConfig("model", micro_batch=0, optimizer=AdamConfig(cpu_offload_fraction=0.5))

@@ -133,7 +133,7 @@ class Refits:
         def join() -> RefitSession:
             return RefitSession.open(meeting, 0, lambda: FSDPSource(self._trainer.model), CONFIG, engine=kind)
 
-        self._session, _ = await self._both(join, self._driver.init_refit(meeting.to_json(), 1, CONFIG, kind))
+        self._session, _ = await self._both(join, self._driver.join_refit(meeting.to_json(), 1, CONFIG, kind))
 
     async def _both(self, ours: Callable[[], Any], theirs: Awaitable[Any]) -> list[Any]:
         """What the trainer's side gives, which blocks, and the engine's; the end of both is awaited in any case."""

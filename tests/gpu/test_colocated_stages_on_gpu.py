@@ -136,7 +136,7 @@ class Refits:
         if self._session is None:
             meeting = self._server.rendezvous
             joining = self._pool.submit(
-                self._driver.init_refit, meeting.to_json(), 1, self._config, "colocated_ipc"
+                self._driver.join_refit, meeting.to_json(), 1, self._config, "colocated_ipc"
             )
             self._session = RefitSession.open(
                 meeting, 0, lambda: FSDPSource(self._trainer.model), self._config, engine="colocated_ipc"

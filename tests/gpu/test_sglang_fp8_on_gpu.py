@@ -61,7 +61,7 @@ class Quantizing(Apart):
 
     def meet(self) -> int:
         config = replace(CONFIG, trainer_quantize_fp8=True)
-        self.scene.refit.init_refit(self.begin_to_meet(), 1, config)
+        self.scene.refit.join_refit(self.begin_to_meet(), 1, config)
         return int(self.trainer.end())
 
 

@@ -130,7 +130,7 @@ def test_refits_bring_scales_with_which_the_cache_keeps_what_bf16_does(
         joining = thread.submit(
             RefitSession.open, meeting, 0, lambda: trainer, CONFIG, engine="colocated_ipc"
         )
-        refit.init_refit(meeting.to_json(), 1, CONFIG, "colocated_ipc")
+        refit.join_refit(meeting.to_json(), 1, CONFIG, "colocated_ipc")
         session = joining.result()
 
         def bring(version: int, index: int, given: dict[str, float] | None) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_graphs_that_would_keep_the_scales_are_refused(paths: list[str], true: l
                 RefitSession.open, server.rendezvous, 0, lambda: trainer, CONFIG, engine="colocated_ipc"
             )
             with pytest.raises(RefitError, match="CUDA graphs keep for ever"):
-                refit.init_refit(server.rendezvous.to_json(), 1, CONFIG, "colocated_ipc")
+                refit.join_refit(server.rendezvous.to_json(), 1, CONFIG, "colocated_ipc")
             with pytest.raises(RefitError):
                 joining.result()
             server.close()

@@ -197,7 +197,7 @@ class Apart:
         return found
 
     def meet(self) -> int:
-        self.scene.refit.init_refit(self.begin_to_meet(), 1, CONFIG)
+        self.scene.refit.join_refit(self.begin_to_meet(), 1, CONFIG)
         return int(self.trainer.end())
 
     def refit(self, index: int) -> float:
@@ -249,7 +249,7 @@ def test_coroutines_refit_shard_to_shard_while_requests_come(apart: Apart) -> No
 
     async def scenario() -> None:
         refit = await AsyncSglangRefit.open(scene.engine)
-        await refit.init_refit(apart.begin_to_meet(), 1, CONFIG)
+        await refit.join_refit(apart.begin_to_meet(), 1, CONFIG)
         apart.trainer.end()
         for mode, index in (("wait", 1), ("abort", 0), ("retract", 1)):
             apart.version += 1

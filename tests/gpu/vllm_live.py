@@ -86,7 +86,7 @@ class LiveEngine:
         self._server = open_rendezvous("127.0.0.1", 1, self._ranks)
         self._trainer.commands.put(self._server.rendezvous)
         try:
-            self.driver.init_refit(self._server.rendezvous.to_json(), 1, self._config)
+            self.driver.join_refit(self._server.rendezvous.to_json(), 1, self._config)
         except RuntimeError:
             self._server.close()  # or the trainer would wait for the engine
             assert isinstance(self.sent(), str)

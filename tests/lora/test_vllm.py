@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import EngineDirty
+from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.workers.engines.vllm.lora import lora_request
 from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
 from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
@@ -27,6 +27,7 @@ from tests.vllm_follower import CONFIG, ENGINE, follow, joined, met, six_tokens
 from .ranks import VERSIONS
 
 REFIT = RefitConfig(**CONFIG, lora="adapter")
+MERGED = RefitConfig(**CONFIG)
 # Two blocks of vLLM's cache for CPUs, so that its prefix is kept for the next request.
 PROMPTS = [[5, 17, 33, 9], [3 + i % 50 for i in range(260)]]
 Sampled = list[tuple[list[int], list[float]]]
@@ -34,8 +35,12 @@ Sampled = list[tuple[list[int], list[float]]]
 
 @dataclass(frozen=True)
 class Served:
-    """What the engine gave: with the base model, then after each refit with the refit's adapter and with its files."""
+    """What the engine gave: with the base model, then after each refit with the refit's adapter and with its files.
 
+    Before that it was to take merged weights: ``refused`` is the stage of its error.
+    """
+
+    refused: str
     base: Sampled
     refitted: list[Sampled]
     from_files: list[Sampled]
@@ -76,12 +81,14 @@ def serve(folder: Path) -> Served:
             for o in outputs
         ]
 
+    with pytest.raises(RefitError, match="enable_lora") as merging:
+        driver.join_refit(meeting_in(folder, 2), 1, MERGED)
     base = sample(None)
     refitted, from_files, factors_differ = [], [], []
     for version in range(2 * VERSIONS):
         if version % VERSIONS == 0:
             driver.close_refit()
-            driver.init_refit(meeting_in(folder, version // VERSIONS), 1, REFIT)
+            driver.join_refit(meeting_in(folder, version // VERSIONS), 1, REFIT)
         llm.collective_rpc("poison_adapters")
         driver.refit(version)
         refitted.append(sample(None))
@@ -91,7 +98,7 @@ def serve(folder: Path) -> Served:
         factors_differ += llm.collective_rpc("differing_layers", args=(ADAPTER_ID, version + 1))
     driver.close_refit()
     llm.llm_engine.engine_core.shutdown()
-    return Served(base, refitted, from_files, factors_differ, versions, cached)
+    return Served(merging.value.stage, base, refitted, from_files, factors_differ, versions, cached)
 
 
 def train(folder: Path) -> None:
@@ -107,6 +114,8 @@ def _train_by_peft(folder: Path) -> None:
         r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     )
     model = get_peft_model(base, lora)
+    with pytest.raises(RefitError, match="enable_lora"), joined(model, folder, MERGED, 1, epoch=2):
+        pass
     with joined(model, folder, REFIT, 1) as trainer:
         for version in range(VERSIONS):
             _draw([p for name, p in model.named_parameters() if "lora_" in name])
@@ -172,3 +181,9 @@ def test_tokens_tell_their_version_and_no_prefix_outlives_it(served: Served) -> 
 def test_no_request_asks_for_an_adapter_that_no_refit_has_brought() -> None:
     with pytest.raises(EngineDirty):
         lora_request(-1)
+
+
+def test_an_engine_that_wraps_its_layers_refuses_merged_weights_before_any_is_written(served: Served) -> None:
+    assert served.refused == "settings"
+    # It went on to serve what it had.
+    assert served.versions[0] == [-1]

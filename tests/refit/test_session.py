@@ -471,7 +471,7 @@ def test_peak_memory_adds_what_a_refit_takes_to_what_is_held(
 
 
 def test_a_wrong_configuration_is_told_whole_before_anything_is_opened() -> None:
-    config = RefitConfig.unchecked(transport="pigeon", streams=99, timeout_s=float("inf"))
+    config = RefitConfig.unchecked(transport="pigeon", streams=99, timeout_s=float("inf"), lora="both")
     for error in run_world(*world(1), refit_versions(1), config):
         assert isinstance(error, RefitError)
-        assert all(key in str(error) for key in ("transport", "streams", "timeout_s"))
+        assert all(key in str(error) for key in ("transport", "streams", "timeout_s", "lora"))

@@ -99,7 +99,7 @@ def test_the_drafter_follows_shard_to_shard_as_sglang_loads_it_and_its_drafts_ar
     assert scene.drafts(0) == 0
     trainer = Trainer(scene.paths, 1)
     meeting, joining = trainer.begin_to_meet()
-    [found] = scene.refit.init_refit(meeting, 1, CONFIG)
+    [found] = scene.refit.join_refit(meeting, 1, CONFIG)
     joining.result()
     assert found["unused"] == 0
     for version, index in enumerate((1, 0, 1)):
@@ -172,7 +172,7 @@ def test_a_recipes_engine_drafts_with_what_a_megatron_trainer_sends_and_tells_th
     meeting = trainers.do("open", MODEL, 1)[0]
     joining = trainers.start("join", MODEL, meeting)
     config = RefitConfig(**megatron_trainers.CONFIG)
-    [found] = scene.actor.init_refit(meeting, megatron_trainers.RANKS, config, "nccl_xfer")
+    [found] = scene.actor.join_refit(meeting, megatron_trainers.RANKS, config, "nccl_xfer")
     joining.result()
     assert found["unused"] == 0
     norms = [read_checkpoint(path)["model.norm.weight"].double() for path in scene.paths]

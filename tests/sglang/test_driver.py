@@ -180,7 +180,7 @@ def test_a_store_that_was_attached_to_a_running_engine_is_refused_until_it_is_de
     updates, refit = driven.manager.updates, driven.refit
     updates["hicache_storage_backend"] = "file"
     with pytest.raises(RefitError, match="hicache_storage_backend"):
-        refit.init_refit({}, 1, CONFIG)
+        refit.join_refit({}, 1, CONFIG)
     updates["hicache_storage_backend"] = None
     with driven.met() as bring:
         for version, index in enumerate((1, 2)):

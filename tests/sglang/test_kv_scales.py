@@ -124,7 +124,7 @@ def test_a_real_engine_whose_attention_reads_no_scales_refuses_them_and_goes_on(
         with ThreadPoolExecutor(1) as thread:
             joining = thread.submit(RefitSession.open, server.rendezvous, 0, lambda: trainer, config)
             with pytest.raises(RefitError, match="attention backend torch_native does not read scales"):
-                refit.init_refit(server.rendezvous.to_json(), 1, config)
+                refit.join_refit(server.rendezvous.to_json(), 1, config)
             with pytest.raises(PeerLost):
                 joining.result()
         server.close()

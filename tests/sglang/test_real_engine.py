@@ -151,7 +151,7 @@ def test_shard_to_shard_refits_give_the_engine_that_was_started_from_the_weights
     dense: Scene, apart: Trainer
 ) -> None:
     meeting, joining = apart.begin_to_meet()
-    [found] = dense.refit.init_refit(meeting, 1, CONFIG)
+    [found] = dense.refit.join_refit(meeting, 1, CONFIG)
     joining.result()
     assert (found["misc"], found["unused"]) == (0, 0)
     for version, index in enumerate((1, 0, 1, 0), 10):
@@ -169,7 +169,7 @@ def test_experts_under_tp2_are_refitted_shard_to_shard_from_coroutines(experts: 
         refit = await AsyncSglangRefit.open(experts.engine)
         trainer = Trainer(experts.paths, 2)
         meeting, joining = trainer.begin_to_meet()
-        found = await refit.init_refit(meeting, 1, CONFIG)
+        found = await refit.join_refit(meeting, 1, CONFIG)
         joining.result()
         assert [rank["misc"] for rank in found] == [0, 0]
         for version, (index, mode) in enumerate(((1, "wait"), (0, "abort"), (1, "retract"), (0, "wait"))):

@@ -241,7 +241,7 @@ class Run:
         self._pool = ThreadPoolExecutor(1)
         meeting = self._server.rendezvous
         joining = self._pool.submit(RefitSession.open, meeting, 0, lambda: self._source, CONFIG)
-        self.actor.init_refit(meeting.to_json(), 1, CONFIG, "nccl_xfer")
+        self.actor.join_refit(meeting.to_json(), 1, CONFIG, "nccl_xfer")
         self._session = joining.result()
 
     def refit(self, index: int, version: int) -> None:

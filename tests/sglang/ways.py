@@ -113,7 +113,7 @@ class Driven:
         server = open_rendezvous("127.0.0.1", 1, 1)
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(RefitSession.open, server.rendezvous, 0, lambda: self.source, CONFIG)
-            self.refit.init_refit(server.rendezvous.to_json(), 1, CONFIG)
+            self.refit.join_refit(server.rendezvous.to_json(), 1, CONFIG)
             session = joining.result()
 
             def bring(version: int, index: int) -> None:

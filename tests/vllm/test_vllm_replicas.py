@@ -94,7 +94,7 @@ async def _serve(folder: Path) -> Served:
 
     await look()
     meeting = await asyncio.to_thread(meeting_in, folder)
-    await driver.init_refit(meeting, 1, RefitConfig(**CONFIG))
+    await driver.join_refit(meeting, 1, RefitConfig(**CONFIG))
 
     async def refit(version: int) -> list[RefitRecord]:
         await driver._cores.ask_workers("probe_poison")

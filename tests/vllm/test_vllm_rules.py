@@ -402,6 +402,7 @@ def test_a_model_is_refused_that_makes_something_of_its_weights_which_was_not_re
 )
 def test_weights_that_come_from_elsewhere_before_each_step_or_are_lent_to_others_are_refused(settings, word):
     own = {
+        "lora_config": None,
         "parallel_config": SimpleNamespace(enable_eplb=False),
         "load_config": SimpleNamespace(load_format="auto", model_loader_extra_config={}),
     }

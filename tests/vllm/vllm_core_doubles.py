@@ -191,11 +191,11 @@ class AsyncLlm:
 
 def script_driver(core: Any) -> VllmDriver:
     driver = VllmDriver(Llm(core))
-    driver.init_refit({}, 1, RefitConfig())
+    driver.join_refit({}, 1, RefitConfig())
     return driver
 
 
 async def server_driver(llm: AsyncLlm) -> AsyncVllmDriver:
     driver = AsyncVllmDriver(llm)
-    await driver.init_refit({}, 1, RefitConfig())
+    await driver.join_refit({}, 1, RefitConfig())
     return driver

@@ -91,7 +91,7 @@ class Engine:
         raise NotImplementedError
 
     def init(self, rendezvous: dict[str, Any], delta: str = "off") -> None:
-        self.done(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG, delta=delta)))
+        self.done(self.driver.join_refit(rendezvous, RANKS, RefitConfig(**CONFIG, delta=delta)))
 
     def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         return self.done(self.driver.refit(version, mode))

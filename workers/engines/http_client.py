@@ -52,14 +52,14 @@ class RefitClient:
         self._engine.require_servable()
 
     def join_refit(
-        self, rendezvous: dict[str, Any], train_ranks: int, config: RefitConfig, engine: str = "nccl_xfer"
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
     ) -> None:
         """Have the server's workers meet the trainer, while its ranks join; also after a failed refit or a restart of the server.
 
         Args:
             rendezvous: that trainer rank 0 opened.
-            train_ranks: number of the trainer's ranks; the refit rank of the server's first worker. Of a further server, that number
-                and the workers before it.
+            first_rank: refit rank of the server's first worker: the number of the trainer's ranks, and of a further server the workers
+                before it, too.
             config: the trainer's.
             engine: name of the checkpoint engine, the same as on the trainer.
 
@@ -68,7 +68,7 @@ class RefitClient:
         """
         # Anew: the server may have been restarted, as another one too.
         self._engine = self._found(config.call_limit_s)
-        self._engine.init_refit(rendezvous, train_ranks, config, engine)
+        self._engine.join_refit(rendezvous, first_rank, config, engine)
 
     def refit(self, version: int, mode: Any = None) -> list[dict[str, Any]]:
         """Have the server receive the weights, while the trainer's ranks call ``refit(version)``, and serve them from then on.

@@ -90,7 +90,7 @@ class SglangEngine(LiveEngine):
     ) -> None:
         from ....integration.config import RefitConfig
 
-        self._refit.init_refit(meeting, first_rank, RefitConfig(**config), engine)
+        self._refit.join_refit(meeting, first_rank, RefitConfig(**config), engine)
 
     def refit(self, version: int) -> list[dict[str, Any]]:
         return self._refit.refit(version)

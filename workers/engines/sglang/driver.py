@@ -102,7 +102,7 @@ class SglangRefit:
 
     # Shard to shard
 
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
     ) -> list[dict[str, Any]]:
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
@@ -133,7 +133,7 @@ class SglangRefit:
         """
         if not self._engine:
             raise RefitError(
-                "no trainer has been met; call init_refit with the rendezvous that trainer rank 0 opened",
+                "no trainer has been met; call join_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
         with self._refitting(mode, version):

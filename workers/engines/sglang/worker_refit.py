@@ -199,7 +199,7 @@ class WorkerRefit(DestinationRefitMixin):
         if scales:
             raise RefitError(
                 f"{', '.join(scales[:3])}{', …' * (len(scales) > 3)} would reach no layer: scales of the KV cache don't travel in "
-                "buckets. Nothing was written; send from a source without them, or shard to shard (init_refit, with "
+                "buckets. Nothing was written; send from a source without them, or shard to shard (join_refit, with "
                 "policy.refit.kv_scales=true)",
                 stage="handshake",
                 parameter=scales[0],

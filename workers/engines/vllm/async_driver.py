@@ -42,14 +42,14 @@ class AsyncVllmDriver(BaseDriver):
         # Where the outputs of running requests come.
         self._queues: dict[str, Any] = {}
 
-    async def init_refit(
+    async def join_refit(
         self,
         rendezvous: dict[str, Any],
         first_rank: int,
         config: RefitConfig,
         engine: str = "nccl_xfer",
     ) -> list[dict[str, Any]]:
-        """As :meth:`~.driver.VllmDriver.init_refit`."""
+        """As :meth:`~.driver.VllmDriver.join_refit`."""
         arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
         try:
             await self.asleep()

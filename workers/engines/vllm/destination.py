@@ -288,6 +288,13 @@ def _apart(name: str) -> tuple[str, str]:
 
 
 def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
+    if vllm_config.lora_config is not None:
+        raise RefitError(
+            "enable_lora puts the engine's layers into others, under names by which neither vLLM's loader nor a refit finds their weights, and "
+            "policy.refit.lora=merge writes all of them. Nothing has moved; start vLLM without enable_lora, or set lora to adapter on all ranks "
+            "of both sides",
+            stage="settings",
+        )
     if vllm_config.parallel_config.enable_eplb:
         raise RefitError(
             "enable_eplb moves experts between ranks while serving, so where the loader puts an expert is not "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,13 +24,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # They look drafts up in the text so far, or hand out hidden states.
-_WITHOUT_WEIGHTS: Final = frozenset({"ngram", "[ngram]", "ngram_gpu", "suffix", "extract_hidden_states"})
+_NGRAM: Final = frozenset({"ngram", "[ngram]"})
+_WITHOUT_WEIGHTS: Final = _NGRAM | {"ngram_gpu", "suffix", "extract_hidden_states"}
 # Their loaders refuse a call without weights of each MTP layer, and have no other switch.
 _MODELS: Final = "vllm.model_executor.models"
 _WANT_ALL_LAYERS: Final = (
     f"{_MODELS}.deepseek_mtp.DeepSeekMTP",
     f"{_MODELS}.deepseek_v4_mtp.DeepSeekV4MTP",
 )
+
+
+def method_in(speculative_config: Mapping[str, Any]) -> str | None:
+    """The method that a ``speculative_config`` names, as users give it; None if vLLM is to find it by the drafter's model.
+
+    vLLM takes ``ngram`` as the name of a model, too (vllm/config/speculative.py, ``__post_init__``).
+    """
+    method, model = speculative_config.get("method"), speculative_config.get("model")
+    return model if method is None and model in _NGRAM else method
 
 
 def has_weights(method: str | None) -> bool:

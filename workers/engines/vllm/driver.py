@@ -143,7 +143,7 @@ class BaseDriver:
     def _require_joined(self) -> None:
         if not self._engine:
             raise RefitError(
-                "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
+                "no trainer has been met: call join_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
 
@@ -234,7 +234,7 @@ class VllmDriver(BaseDriver):
         except Exception as error:
             raise self._no_answer(error) from error
 
-    def init_refit(
+    def join_refit(
         self,
         rendezvous: dict[str, Any],
         first_rank: int,

@@ -88,7 +88,7 @@ class VllmServer:
             )
         self._rpc("refit_require_servable")
 
-    def init_refit(
+    def join_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
     ) -> None:
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.

@@ -15,7 +15,7 @@ from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang import drafters as of_sglang
 from ...engines.sglang.loader import LOADER
-from ...engines.vllm.drafters import has_weights, is_mtp, may_follow
+from ...engines.vllm.drafters import has_weights, is_mtp, may_follow, method_in
 from .options import EXTENSION, PACKS, QUANTIZES
 from .orders import Order
 
@@ -116,7 +116,7 @@ def _drafter_of_vllm(vllm: Mapping[str, Any], mtp: Mapping[str, Any], served: st
     given = json.loads(given) if isinstance(given, str) else given
     asked = {"method": mtp["method"]} if mtp else {}
     asked |= {name: value for name, value in given.items() if value is not None}
-    method, model = asked.get("method") or asked.get("model"), asked.get("model")
+    method, model = method_in(asked), asked.get("model")
     if not asked or not has_weights(method):
         return None
     where = "model.mtp.enable_rollout" if mtp and not given else f"rollout.engine_kwargs.vllm.{key}"

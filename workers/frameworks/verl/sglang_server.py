@@ -117,7 +117,7 @@ class SglangServer:
         except RefitError as error:
             refuse(order, [str(error)])
         assert order.meeting is not None
-        driver.init_refit(order.meeting, order.rank, config)
+        driver.join_refit(order.meeting, order.rank, config)
 
     def _driver(self, opened: tuple[VerlServerCaller, SglangRefit], config: RefitConfig) -> SglangRefit:
         """Which knows whether verl has paused the server by now."""

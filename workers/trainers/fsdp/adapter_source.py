@@ -34,7 +34,7 @@ class AdapterSource:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
-        whole, model = model, base_model(getattr(model, "_orig_mod", model))  # under torch.compile
+        whole, model = model, base_model(model)
         require_known(model)
         if not has_adapters(model):
             raise RefitError(

@@ -82,7 +82,8 @@ class LoraTarget:
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that adapters were put into: ``model`` itself, unless it is a ``PeftModel``."""
+    """The model that was compiled, and that adapters were put into: ``model`` itself, unless torch or peft is around it."""
+    model = getattr(model, "_orig_mod", model)  # under torch.compile
     peft = sys.modules.get("peft")  # nothing is peft's before it was imported
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 

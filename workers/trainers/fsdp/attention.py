@@ -7,6 +7,7 @@ from torch import nn
 
 from ....integration.errors import RefitError
 from ...kv_scales.endpoints import AttentionLayer, layer_of_weight
+from .adapters import base_model
 from .checkpoint import conversion_of, unwrapped_modules
 
 
@@ -18,9 +19,7 @@ def attention_modules(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     """
     from transformers import PreTrainedModel
 
-    model = getattr(model, "_orig_mod", model)
-    base = getattr(model, "get_base_model", None)  # of peft
-    model = base() if base is not None else model
+    model = base_model(model)
     if not isinstance(model, PreTrainedModel):
         raise RefitError(
             f"{type(model).__name__} is no transformers model, so its keys can't be found. Set policy.refit.kv_scales=false, "

@@ -40,7 +40,7 @@ class FSDPSource:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
-        whole, model = model, base_model(getattr(model, "_orig_mod", model))  # under torch.compile
+        whole, model = model, base_model(model)
         require_known(model)
         self._adapters = Adapters(model) if has_adapters(model) else None
         if self._adapters is None:

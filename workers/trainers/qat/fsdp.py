@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..fsdp.adapters import has_adapters
+from ..fsdp.adapters import base_model, has_adapters
 from ..fsdp.checkpoint import (
     CheckpointWeight,
     conversion_of,
@@ -37,7 +37,7 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         ValueError: it can't be done as asked; tells all that is wrong.
         RefitError: the model's weights can't be told from its tensors.
     """
-    model = getattr(model, "_orig_mod", model)  # under torch.compile
+    model = base_model(model)
     _require_no_adapters(model)
     weights = _weights_by_parameter(model)
     linears: list[Linear] = []
