@@ -126,6 +126,18 @@ def packed_specs(spec: TensorSpec, activations: bool = True) -> tuple[TensorSpec
     return (*found, TensorSpec(names.input_scale, (), torch.float32)) if activations else found
 
 
+def packed_in(specs: Sequence[TensorSpec]) -> frozenset[str]:
+    """Names of codes and block scales of :func:`packed_specs` among all that travels."""
+    kinds = {spec.name: spec.dtype for spec in specs}
+    found: set[str] = set()
+    for name, dtype in kinds.items():
+        if dtype == torch.uint8 and name.endswith(".weight"):
+            names = packed_names(name)
+            if names.weight_scale in kinds and names.weight_scale_2 in kinds:
+                found |= {names.weight, names.weight_scale}
+    return frozenset(found)
+
+
 class QuantizingSource:
     """Implements :class:`.endpoints.WeightSource`: codes and scales stand where their weight stood.
 
