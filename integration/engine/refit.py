@@ -44,6 +44,7 @@ from ..weights.endpoints import (
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
 from ..weights.packing_experts import scales_of_packed
+from ..weights.quantizing import packed_in
 from ..weights.routing import warn_of_misc
 from ..weights.scale_watch import ScaleWatch
 from ..weights.source_thread import SourceThread
@@ -157,7 +158,7 @@ class RefitEngine:
         fragments, refused = self._fragments(specs)
         if not self.world.is_source:
             require_stored_so(self.channel, fragments, formats)
-            refused = refused_on_engine(fragments, refused, formats)
+            refused = refused_on_engine(fragments, refused, formats, packed_in(specs))
         if self.way.all_misc:
             agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
             reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"

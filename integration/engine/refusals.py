@@ -5,7 +5,7 @@ They take the misc path: the engine's own loader knows what becomes of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,10 @@ from ..quantize.formats import Format
 
 
 def refused_on_engine(
-    fragments: Sequence[Fragment], refused: Mapping[str, str], formats: Mapping[str, Format]
+    fragments: Sequence[Fragment],
+    refused: Mapping[str, str],
+    formats: Mapping[str, Format],
+    packed: Collection[str] = (),
 ) -> dict[str, str]:
     """What an engine rank refuses beside what it says itself.
 
@@ -22,12 +25,14 @@ def refused_on_engine(
         fragments: of the engine rank.
         refused: what the rank says itself: Hugging Face name → reason.
         formats: Hugging Face name of a weight → the format in which it travels.
+        packed: more codes and scales that a trainer makes, by their own names.
 
     Returns:
         Hugging Face name → reason; those of ``refused`` among them.
     """
     found = dict(refused)
-    for name, reason in (_in_another_order(fragments, formats) | _sharing(fragments)).items():
+    made = {*formats, *(name + format.scale_name_end for name, format in formats.items()), *packed}
+    for name, reason in (_in_another_order(fragments, made) | _sharing(fragments)).items():
         found.setdefault(name, reason)
     # Scales of blocks that trainer ranks cut are made for codes that go shard to shard, and for no others.
     for name, format in formats.items():
@@ -36,9 +41,8 @@ def refused_on_engine(
     return found
 
 
-def _in_another_order(fragments: Sequence[Fragment], formats: Mapping[str, Format]) -> dict[str, str]:
+def _in_another_order(fragments: Sequence[Fragment], made: Collection[str]) -> dict[str, str]:
     """Codes and scales that are seen by axes: a trainer makes them of blocks of rows and columns."""
-    made = formats.keys() | {name + format.scale_name_end for name, format in formats.items()}
     reason = "its elements lie in another order than rows and columns, of which blocks are made"
     return {f.name: reason for f in fragments if f.name in made and f.axes is not None and not f.axes.plain}
 

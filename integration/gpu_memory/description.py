@@ -60,11 +60,13 @@ class Encoded:
         encoding: index among the description's.
         shape: of the view, which is all that the rank holds there.
         window: the segment, in the coordinates of what is encoded of the view.
+        global_scale: where the weight's is, if the encoding has one.
     """
 
     encoding: int
     shape: tuple[int, ...]
     window: Box
+    global_scale: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,8 @@ class _Told:
             if index in columns.encoded:
                 encoded = _unflat(columns.encoded[index], len(strides))
                 _require_within(encoded.encoding, len(self.encodings))
+                if encoded.global_scale is not None:
+                    self._checked(encoded.global_scale)
             views.append(View(self._checked(Place(allocation, offset)), tuple(strides), itemsize, encoded))
         return Shared(tuple(views), self._checked(columns.checksums), self._checked(columns.signal))
 
@@ -293,17 +297,21 @@ class _Told:
 
 
 def _flat(encoded: Encoded) -> list[int]:
-    return [encoded.encoding, *encoded.shape, *(bound for part in encoded.window for bound in part)]
+    scale = encoded.global_scale
+    place = () if scale is None else (scale.allocation, scale.offset)
+    return [encoded.encoding, *encoded.shape, *(bound for part in encoded.window for bound in part), *place]
 
 
 def _unflat(numbers: Sequence[int], dims: int) -> Encoded:
     """Inverse of :func:`_flat`."""
-    if len(numbers) != 1 + 3 * dims:
+    end = 1 + 3 * dims
+    if len(numbers) not in (end, end + 2):
         raise ValueError(f"{len(numbers)} numbers for what is encoded of {dims} dimensions")
-    encoding, shape, bounds = numbers[0], tuple(numbers[1 : 1 + dims]), numbers[1 + dims :]
+    encoding, shape, bounds = numbers[0], tuple(numbers[1 : 1 + dims]), numbers[1 + dims : end]
     for bound in (*shape, *bounds):
         _require_within(bound, _MOST_BYTES)
-    return Encoded(encoding, shape, tuple(zip(bounds[::2], bounds[1::2], strict=True)))
+    window = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    return Encoded(encoding, shape, window, Place(*numbers[end:]) if numbers[end:] else None)
 
 
 def _check(allocation: Allocation) -> None:

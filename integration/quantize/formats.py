@@ -7,7 +7,7 @@ verified and loaded as such.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -16,18 +16,30 @@ import torch
 from ..control.decoding import decode
 from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
-from . import blocks, fp8_blockwise, mxfp8
+from . import blocks, fp8_blockwise, mxfp8, nvfp4
 from .fp8_table import Fp8Table, has_kernel
-from .jobs import QuantizeJob, TorchEncoder, make_jobs
+from .jobs import GlobalScale, QuantizeJob, TorchEncoder, make_jobs
 from .mxfp8_table import Mxfp8Table
+from .nvfp4_table import Nvfp4Table
 from .partial_blocks import PartialBlocks
 
 
 class Format(Protocol):
-    """A way of holding weights ``[n, k]``; a frozen dataclass of plain values."""
+    """A way of holding weights ``[n, k]``; a frozen dataclass of plain values.
+
+    Attributes:
+        kind: its name.
+        code_dtype: of the codes.
+        packed: elements of a row in one item of the codes.
+        scale_dtype: of the scales.
+        has_global_scale: whether a whole weight has a scale over those of its blocks.
+    """
 
     kind: ClassVar[str]
+    code_dtype: ClassVar[torch.dtype]
+    packed: ClassVar[int]
     scale_dtype: ClassVar[torch.dtype]
+    has_global_scale: ClassVar[bool]
 
     @property
     def block(self) -> tuple[int, int]:
@@ -40,8 +52,10 @@ class Format(Protocol):
     def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
         """How parts of weights that cut blocks are quantized; None if they can't be."""
 
-    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
+    @property
+    def encode(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Codes (``[n, k / packed]``) and scales of a whole weight, or of a part that cuts no block; and of its global scale, an FP32
+        scalar, in formats that have one."""
 
     def has_kernel(self, rounded: torch.dtype | None) -> bool:
         """Whether GPUs do the same by a kernel, of weights that are ``rounded`` to this type first."""
@@ -61,7 +75,10 @@ class Fp8Blockwise:
     """
 
     kind: ClassVar[str] = "fp8_blockwise"
+    code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    packed: ClassVar[int] = 1
     scale_dtype: ClassVar[torch.dtype] = torch.float32
+    has_global_scale: ClassVar[bool] = False
 
     block: tuple[int, int] = fp8_blockwise.BLOCK
     ue8m0: bool = False
@@ -95,7 +112,10 @@ class Mxfp8:
     """
 
     kind: ClassVar[str] = "mxfp8"
+    code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    packed: ClassVar[int] = 1
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
+    has_global_scale: ClassVar[bool] = False
 
     rounding: str = mxfp8.Rounding.UP.value
     scale_name_end: str = "_scale"
@@ -117,7 +137,43 @@ class Mxfp8:
         return Mxfp8Table.build(jobs, device, mxfp8.Rounding(self.rounding), round_to_bf16)
 
 
-FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
+@dataclass(frozen=True)
+class Nvfp4:
+    """E2M1 two to a byte, with one E4M3 scale for 16 elements of a row, under a global scale: :mod:`.nvfp4`.
+
+    Attributes:
+        scale_name_end: as ModelOpt's checkpoints have it.
+    """
+
+    kind: ClassVar[str] = "nvfp4"
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    packed: ClassVar[int] = nvfp4.PER_BYTE
+    scale_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    has_global_scale: ClassVar[bool] = True
+
+    scale_name_end: str = "_scale"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (1, nvfp4.BLOCK)
+
+    def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
+        return None
+
+    def encode(self, weight: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales, _ = nvfp4.quantize(weight, global_scale)
+        return codes, scales
+
+    def has_kernel(self, rounded: torch.dtype | None) -> bool:
+        return rounded in (None, torch.bfloat16)
+
+    def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
+        return Nvfp4Table.build(jobs, device, round_to_bf16)
+
+
+FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4]] = {
+    f.kind: f for f in (Fp8Blockwise, Mxfp8, Nvfp4)
+}
 
 
 @dataclass(frozen=True)
@@ -145,34 +201,47 @@ class WholeBlocks:
             return self.format.on_device(jobs, device, self.rounded is not None)
         return TorchEncoder(jobs, self._encode)
 
-    def _encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.format.encode(weight if self.rounded is None else weight.to(self.rounded))
+    def _encode(self, weight: torch.Tensor, *global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        exported = weight if self.rounded is None else weight.to(self.rounded)
+        return self.format.encode(exported, *global_scale)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of a part: an :class:`..layout.Encoding`."""
+    """The codes of a part: an :class:`..layout.Encoding`.
+
+    Attributes:
+        method: how they are made.
+        global_scale: of the part's weight, in formats that have one.
+    """
 
     method: WholeBlocks
+    global_scale: GlobalScale | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
+        return self.method.format.code_dtype
 
     @property
     def unit(self) -> tuple[int, int]:
         """Rows and columns of the weight behind one element."""
-        return (1, 1)
+        return (1, self.method.format.packed)
 
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
-        return tuple(view)
+        return blocks.scale_shape(view, self.unit)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a part: an :class:`..layout.Encoding`."""
+    """The scales of a part: an :class:`..layout.Encoding`.
+
+    Attributes:
+        method: how they are made.
+        global_scale: as :class:`Codes` has it; the same object.
+    """
 
     method: WholeBlocks
+    global_scale: GlobalScale | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,7 +252,7 @@ class Scales:
         return self.method.block
 
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
-        return blocks.scale_shape(view, self.method.block)
+        return blocks.scale_shape(view, self.unit)
 
 
 def to_json(format: Format) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The Triton kernel of blockwise FP8: reads weights once, writes codes and scales. Imported only where it runs.
 
-A program quantizes one block of one weight of the table. Addresses are plain integers. The kernel of MXFP8 reads the same rows.
+A program quantizes one block of one weight of the table. Addresses are plain integers. The kernels of MXFP8 and NVFP4 read the same rows.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
@@ -28,26 +28,26 @@ def e4m3(x):
 
 
 @triton.jit
-def read_row(tiles, rows, COLUMNS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
+def read_row(tiles, rows, COLUMNS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, CODES: tl.constexpr):
     """What this program does.
 
     With ``UNIT`` above 1, rows of weights and codes are contiguous, and their addresses, distances, places and lengths are multiples of
-    that many elements: what the compiler needs to know for wide accesses.
+    that many elements, and of ``CODES`` codes: what the compiler needs to know for wide accesses.
 
-    Returns: the row; weights (address, row and column stride); where codes go (address, row and column stride, then of the weights'
-    ``top``, ``left``, ``bottom`` and ``right``, between which codes are written, which may be none); the address of scales, or 0; rows and
-    columns of weights; and the program's number among those of the row.
+    Returns: the row; weights (address, row and column stride); where codes go (address, row and column stride, then the ``top``,
+    ``left``, ``bottom`` and ``right`` of all codes of the weights between which codes are written, which may be none); the address of
+    scales, or 0; rows and columns of weights; and the program's number among those of the row.
     """
     pid = tl.program_id(0)
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
     source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
-    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), UNIT)
+    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), CODES)
     scales_at = tl.load(row + 2)
     # 32 bits where they suffice: GPUs have no 64-bit arithmetic, and this is done by every thread.
     height = tl.load(row + 3).to(tl.int32)
     width = tl.multiple_of(tl.load(row + 4).to(tl.int32), UNIT)
     source_row = tl.multiple_of(tl.load(row + 5), UNIT)
-    codes_row = tl.multiple_of(tl.load(row + 7), UNIT)
+    codes_row = tl.multiple_of(tl.load(row + 7), CODES)
     if UNIT > 1:
         source_column = 1
         codes_column = 1
@@ -55,9 +55,9 @@ def read_row(tiles, rows, COLUMNS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.co
         source_column = tl.load(row + 6)
         codes_column = tl.load(row + 8)
     top = tl.load(row + 12).to(tl.int32)
-    left = tl.multiple_of(tl.load(row + 13).to(tl.int32), UNIT)
+    left = tl.multiple_of(tl.load(row + 13).to(tl.int32), CODES)
     bottom = tl.load(row + 14).to(tl.int32)
-    right = tl.multiple_of(tl.load(row + 15).to(tl.int32), UNIT)
+    right = tl.multiple_of(tl.load(row + 15).to(tl.int32), CODES)
     weights = source, source_row, source_column
     target = codes, codes_row, codes_column, top, left, bottom, right
     return row, weights, target, scales_at, height, width, pid - tl.load(row + 11).to(tl.int32)
@@ -100,7 +100,7 @@ def quantize_blocks(
     :func:`store_codes`. With ``CUT`` there is memory from ``top`` and ``left`` on only, the addresses are those of the first block's
     beginning, and with ``GIVEN`` scales are read.
     """
-    row, weights, target, scales_at, height, width, tile = read_row(tiles, rows, COLUMNS, WORD, UNIT)
+    row, weights, target, scales_at, height, width, tile = read_row(tiles, rows, COLUMNS, WORD, UNIT, UNIT)
     source, source_row, source_column = weights
     across = (width + BLOCK - 1) // BLOCK
     down = tile // across

@@ -81,16 +81,21 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def unit_of(found: Checked) -> int:
-    """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
+def unit_of(found: Checked, packed: int = 1) -> int:
+    """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that.
+
+    Args:
+        found: a job.
+        packed: elements behind one code.
+    """
     job, source, codes, _ = found
     head = job.head or (0, 0)
-    aligned = job.source.shape[1] % _UNIT == job.first[1] % _UNIT == head[1] % _UNIT == 0
-    for memory in (source, codes):
-        wide = _UNIT * memory.itemsize
+    aligned = job.source.shape[1] % _UNIT == job.first[1] % (_UNIT // packed) == head[1] % _UNIT == 0
+    for memory, unit in ((source, _UNIT), (codes, _UNIT // packed)):
+        wide = unit * memory.itemsize
         aligned &= memory.address % wide == 0 and memory.strides[0] % wide == 0
         aligned &= memory is _NOWHERE or memory.strides[1] == memory.itemsize
-    return _UNIT if aligned and codes.shape[1] % _UNIT == 0 else 1
+    return _UNIT if aligned and codes.shape[1] % (_UNIT // packed) == 0 else 1
 
 
 def _programs(height: int, width: int) -> int:
@@ -125,18 +130,31 @@ def make_table(group: Sequence[Checked], unit: int, programs: Callable[[int, int
     return Table(unit, False, rows, tiles, sum(job.nbytes for job, *_ in group))
 
 
-def checked(job: QuantizeJob, block: tuple[int, int], scale_dtype: torch.dtype) -> Checked:
+def checked(
+    job: QuantizeJob,
+    block: tuple[int, int],
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype = torch.float8_e4m3fn,
+    packed: int = 1,
+) -> Checked:
     """A job with its memory; what it lacks is at address 0.
+
+    Args:
+        job: of a matrix.
+        block: rows and columns that share a scale.
+        scale_dtype: of the scales.
+        code_dtype: of the codes.
+        packed: elements of a row behind one code.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or several elements of a result share a place.
     """
     blocks.check_weight(job.source, block)
     height, width = job.source.shape
-    codes = _memory(job.codes, "codes", torch.float8_e4m3fn)
+    codes = _memory(job.codes, "codes", code_dtype)
     scales = _memory(job.scales, "scales", scale_dtype)
     top, left = job.first
-    if top + codes.shape[0] > height or left + codes.shape[1] > width:
+    if top + codes.shape[0] > height or (left + codes.shape[1]) * packed > width:
         raise ValueError(
             f"codes of shape {codes.shape} from {job.first} on do not lie inside a weight of shape {(height, width)}"
         )

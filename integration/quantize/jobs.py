@@ -4,15 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import torch
 
 from ..layout import Box, local_slice
-from ..packing.encoded import EncodedPair
+from ..packing.encoded import EncodedPair, PackedEncoding
 from ..packing.host import WeakView
 from ..packing.strided import Strided
 
 Target = torch.Tensor | Strided
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalScale:
+    """The scale of a whole weight and of all that shares it, which lies over the scales of its blocks.
+
+    All trainer ranks make it before each refit's packing. Whoever encodes with it reads it when it is launched, so its owner writes it in
+    place, and keeps it as long as there are encodings of it.
+
+    Attributes:
+        value: FP32 scalar, on the device that encodes.
+    """
+
+    value: torch.Tensor
+
+
+class BlockEncoding(PackedEncoding, Protocol):
+    """The codes or the scales of a view's blocks."""
+
+    @property
+    def global_scale(self) -> GlobalScale | None:
+        """Of the view's weight, in formats that have one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +45,12 @@ class QuantizeJob:
     Attributes:
         source: ``[rows, columns]`` of a weight, whole blocks of it; any strides.
         codes: where codes go, of some rows and columns of ``source``; None if nobody wants them.
-        first: row and column of ``source`` at which ``codes`` begins.
+        first: row and column, among all codes of ``source``, at which ``codes`` begins.
         scales: where the scales of all its blocks go; None if nobody wants them here.
         head: set if ``source`` may cut blocks: its row and column in the block where it begins. With ``codes``, which are then
             of all of it, the scales of the blocks that it touches are read from ``scales``. Without, the scales that its
             parts of these blocks would have are written there.
+        global_scale: of the weight, in formats that have one.
     """
 
     source: torch.Tensor
@@ -34,6 +58,7 @@ class QuantizeJob:
     first: tuple[int, int] = (0, 0)
     scales: Target | None = None
     head: tuple[int, int] | None = None
+    global_scale: GlobalScale | None = None
 
     @property
     def reads_scales(self) -> bool:
@@ -53,18 +78,20 @@ def make_jobs(pairs: Sequence[EncodedPair]) -> list[QuantizeJob]:
     for view, target in pairs:
         if not view.nbytes:
             continue
+        encoding = cast(BlockEncoding, view.encoding)
         needed = view.blocks
         key = (id(view.held), needed)
         source = view.held[tuple(slice(start, stop) for start, stop in needed)]
+        job = QuantizeJob(source, global_scale=encoding.global_scale)
         codes, scales = halves.setdefault(key, ([], []))
-        if view.encoding.unit == view.encoding.method.block:
-            scales.append(QuantizeJob(source, scales=target))
+        if encoding.unit == encoding.method.block:
+            scales.append(replace(job, scales=target))
         else:
             first = tuple(
-                w * unit - start
-                for (w, _), unit, (start, _) in zip(view.window, view.encoding.unit, needed, strict=True)
+                w - start // unit
+                for (w, _), unit, (start, _) in zip(view.window, encoding.unit, needed, strict=True)
             )
-            codes.append(QuantizeJob(source, codes=target, first=(first[0], first[1])))
+            codes.append(replace(job, codes=target, first=(first[0], first[1])))
     found = []
     for codes, scales in halves.values():
         both = min(len(codes), len(scales))
@@ -79,12 +106,12 @@ class TorchEncoder:
     def __init__(
         self,
         jobs: Sequence[QuantizeJob],
-        encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        encode: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ):
         """
         Args:
             jobs: their targets are tensors.
-            encode: codes and scales of a weight.
+            encode: codes and scales of a weight, and of its global scale if the jobs have some.
         """
         self._todo = []
         for job in jobs:
@@ -93,7 +120,8 @@ class TorchEncoder:
             if codes is not None:
                 top, left = job.first
                 box = ((top, top + codes.shape[0]), (left, left + codes.shape[1]))
-            self._todo.append((WeakView(job.source), codes, box, scales))
+            shared = () if job.global_scale is None else (job.global_scale.value,)
+            self._todo.append((WeakView(job.source), shared, codes, box, scales))
         self._encode = encode
         self.nbytes = sum(job.nbytes for job in jobs)
 
@@ -104,8 +132,10 @@ class TorchEncoder:
             RefitError: the memory of a source was freed.
         """
         with torch.no_grad():
-            for source, codes_target, box, scales_target in self._todo:
-                codes, scales = self._encode(source.view())
+            for source, shared, codes_target, box, scales_target in self._todo:
+                weight = source.view()
+                # What lies in host memory is computed there, by a scale that ranks exchanged on their GPUs.
+                codes, scales = self._encode(weight, *(one.to(weight.device) for one in shared))
                 if codes_target is not None and box is not None:
                     origin = tuple((0, 0) for _ in box)
                     codes_target.copy_(codes[local_slice(origin, box)])

@@ -29,7 +29,7 @@ def quantize_mxfp8(
 
     A row, ``UNIT`` and ``CONVERTS`` are those of :func:`.fp8_kernels.read_row` and :func:`.fp8_kernels.store_codes`; no row cuts a block.
     """
-    row, weights, target, scales_at, height, width, number = read_row(tiles, rows, COLUMNS, WORD, UNIT)
+    row, weights, target, scales_at, height, width, number = read_row(tiles, rows, COLUMNS, WORD, UNIT, UNIT)
     source, source_row, source_column = weights
     across = width // 32
     block = number * BLOCKS + tl.arange(0, BLOCKS)

@@ -22,6 +22,7 @@ import torch
 from . import blocks
 
 BLOCK = 16
+PER_BYTE = 2
 _E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_TINIEST = 2.0**-9

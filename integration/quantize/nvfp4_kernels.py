@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..packing.kernels import to_bf16
-from .fp8_kernels import e4m3
+from .fp8_kernels import e4m3, read_row
 
 # From it on no remainder of a division is too small for FP32.
 LEAST = tl.constexpr(2.0**-90)
@@ -69,7 +69,7 @@ def _quotient(x, by, fast):
 def quantize_nvfp4(
     tiles,
     rows,
-    scales_2,
+    COLUMNS: tl.constexpr,
     WORD: tl.constexpr,
     BLOCKS: tl.constexpr,
     TINIEST: tl.constexpr,
@@ -80,35 +80,28 @@ def quantize_nvfp4(
 ):
     """:func:`.nvfp4.quantize` of weights, with the same results.
 
-    A row: addresses of weights, codes and scales, which lie row by row without gaps, blocks, blocks of a row of weights, strides of
-    the weights in elements, and the first program. ``ROUND``: to BF16 first. With ``UNIT`` above 1, rows of weights are contiguous,
-    and their addresses and distances multiples of that many elements; with ``FLAT`` they lie without gaps. ``MOST``: the largest
-    global scale below which nothing underflows, 0 to divide one by one.
+    A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`, with the address of the global scale as last column; no row cuts a
+    block. ``ROUND``: to BF16 first. With ``FLAT`` there is one row of weights. ``MOST``: the largest global scale below which nothing
+    underflows, 0 to divide one by one.
     """
-    pid = tl.program_id(0)
-    at = tl.load(tiles + pid)
-    row = rows + at.to(tl.int64) * 8
-    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
-    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), 8)
-    scales = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
-    block = (pid - tl.load(row + 7).to(tl.int32)) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < tl.load(row + 3).to(tl.int32)
-    source_column = 1
+    row, weights, target, scales_at, height, width, number = read_row(
+        tiles, rows, COLUMNS, WORD, UNIT, (UNIT + 1) // 2
+    )
+    source, source_row, source_column = weights
+    across = width // 16
+    block = number * BLOCKS + tl.arange(0, BLOCKS)
     if FLAT:
-        begin = block.to(tl.int64) * 16
+        down = tl.zeros_like(block)
+        over = block
     else:
-        across = tl.load(row + 4).to(tl.int32)
-        source_row = tl.multiple_of(tl.load(row + 5), UNIT)
-        if UNIT == 1:
-            source_column = tl.load(row + 6)
         down = block // across
         over = block - down * across
-        begin = down.to(tl.int64) * source_row + over.to(tl.int64) * 16 * source_column
-    element = tl.arange(0, 16)[None, :]
-    mask = inside[:, None] & (element >= 0)
-    x = tl.load(source + (begin[:, None] + element * source_column), mask=mask, other=0.0)
-    x = in_fp32(x, ROUND)
-    g = tl.load(scales_2 + at)
+    inside = block < height * across
+    r = down[:, None]
+    c = over[:, None] * 16 + tl.arange(0, 16)[None, :]
+    mask = inside[:, None] & (c >= 0)
+    x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
+    g = tl.load(tl.load(row + (COLUMNS - 1)).to(tl.pointer_type(tl.float32)))
     fast = (g >= LEAST) & (g <= MOST)
     amax = tl.reduce(tl.abs(x), 1, _larger)
     finite = amax < float("inf")
@@ -130,7 +123,10 @@ def quantize_nvfp4(
     # Zero has no sign, nor has a quotient that vanishes.
     code = e2m1(size) + tl.where((x < 0.0) & (size > 0.0), 8, 0)
     low, high = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))
-    half = tl.arange(0, 8)[None, :]
-    place = block.to(tl.int64)[:, None] * 8 + half
-    tl.store(codes + place, (low + (high << 4)).to(tl.uint8), mask=inside[:, None] & (half >= 0))
-    tl.store(scales + block, byte, mask=inside)
+    codes, codes_row, codes_column, top, left, bottom, right = target
+    half = over[:, None] * 8 + tl.arange(0, 8)[None, :]
+    wanted = inside[:, None] & (r >= top) & (r < bottom) & (half >= left) & (half < right)
+    place = (r - top) * codes_row + (half - left) * codes_column
+    tl.store(codes + place, (low + (high << 4)).to(tl.uint8), mask=wanted)
+    scale_at = scales_at.to(tl.pointer_type(tl.uint8)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
+    tl.store(scale_at, byte, mask=inside & (scales_at != 0))

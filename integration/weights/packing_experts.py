@@ -16,8 +16,7 @@ from ..errors import RefitMismatch
 from ..layout import Axes, Box, Fragment
 from ..packing import Cast
 from ..quantize import mxfp4
-from ..quantize.four_bits import Packer, PackJob, make_packer
-from ..quantize.mxfp4_table import MXFP4
+from ..quantize.mxfp4_table import Packer, PackJob, make_packer
 from .endpoints import WeightSource, gives_memory_back, prepares_alone
 from .manifest import TensorSpec, dtype_name
 
@@ -154,7 +153,7 @@ class ExpertPackingSource:
         places = self._places()
         if self._packer is None or self._packed_from != places:
             # An offloaded trainer's weights may have come back elsewhere since fragments were asked for.
-            self._packer = make_packer(MXFP4, self._jobs, torch.bfloat16, self.device)
+            self._packer = make_packer(self._jobs, torch.bfloat16, self.device)
             self._packed_from = places
         self._packer.launch()
 

@@ -36,12 +36,25 @@ def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec
     Raises:
         ValueError: the weight can't be held in the format; says why.
     """
+    if format.has_global_scale:
+        raise ValueError(
+            f"{spec.name} would have to come in {format.kind}, whose global scales none but training for it makes (docs/nvfp4.md)"
+        )
     if len(spec.shape) != 2 or spec.dtype not in _SOURCES:
         raise ValueError(
             f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
             f"{' or '.join(map(dtype_name, _SOURCES))}"
         )
-    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), _scales_spec(spec, format)
+    return TensorSpec(spec.name, spec.shape, format.code_dtype), _scales_spec(spec, format)
+
+
+def unfit(fragment: Fragment) -> str:
+    """Why no format can be made of a held part of a weight as it is packed, or an empty string."""
+    if fragment.axes is not None and not fragment.axes.plain:
+        return "a rank holds its elements in another order than rows and columns, of which blocks are made"
+    if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
+        return "a rank computes it while packing, and what is computed is not quantized in the same pass"
+    return ""
 
 
 def encoded_fragments(
@@ -111,6 +124,18 @@ def packed_specs(spec: TensorSpec, activations: bool = True) -> tuple[TensorSpec
         TensorSpec(names.weight_scale_2, (), torch.float32),
     )
     return (*found, TensorSpec(names.input_scale, (), torch.float32)) if activations else found
+
+
+def packed_in(specs: Sequence[TensorSpec]) -> frozenset[str]:
+    """Names of codes and block scales of :func:`packed_specs` among all that travels."""
+    kinds = {spec.name: spec.dtype for spec in specs}
+    found: set[str] = set()
+    for name, dtype in kinds.items():
+        if dtype == torch.uint8 and name.endswith(".weight"):
+            names = packed_names(name)
+            if names.weight_scale in kinds and names.weight_scale_2 in kinds:
+                found |= {names.weight, names.weight_scale}
+    return frozenset(found)
 
 
 class QuantizingSource:
@@ -207,13 +232,7 @@ class QuantizingSource:
                 f"a rank sends it as {dtype_name(fragment.dtype)}, the export is "
                 f"{dtype_name(self._dtypes[fragment.name])}"
             )
-        if fragment.axes is not None and not fragment.axes.plain:
-            return (
-                "a rank holds its elements in another order than rows and columns, of which blocks are made"
-            )
-        if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
-            return "a rank computes it while packing, and what is computed is not quantized in the same pass"
-        return encoded_fragments(fragment, format, self.device, sent)
+        return unfit(fragment) or encoded_fragments(fragment, format, self.device, sent)
 
 
 async def quant_weights_by_name(

@@ -1,9 +1,11 @@
-"""Times refits in NVFP4 beside refits in BF16 on one GPU: a transformers model of a true shape, and a vLLM that holds Marlin's layouts.
+"""Times refits in NVFP4 beside refits in BF16: a transformers model of a true shape, and a vLLM that holds Marlin's layouts.
 
     python -m tests.gpu.nvfp4_times --model qwen3-8b --refits 8
 
-Trainer and engine are two processes. Weights are random, and all change before each refit. It prints medians of the slowest side's
-seconds, by stage too, and one JSON line for each format. ``tests/gpu/test_nvfp4_on_gpu.py`` compares what arrives.
+Trainer and engine are two processes, the engine on the first GPU and the trainer on the last, which may be the same. Weights are random,
+and all change before each refit. It prints a JSON line for each format with the medians of the slowest side's milliseconds, by stage
+too, and the share of BF16's time. ``--transport pull`` or ``p2p`` takes another way. ``tests/gpu/test_nvfp4_on_gpu.py`` compares what
+arrives.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from typing import Any
 
 import torch
 
-from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.config import TRANSPORTS, RefitConfig
 from rlrefit.integration.control import Rendezvous
 
 from .vllm_live import EAGER, LiveEngine, engine_environment
 from .vllm_trainer import Trainer
 
-CONFIG = RefitConfig(timeout_s=300.0)
 FORMATS = ("bf16", "nvfp4")
 
 
+def _config(transport: str) -> RefitConfig:
+    return RefitConfig(timeout_s=300.0, transport=transport)
+
+
 def trainer_main(device: int, commands: Any, answers: Any) -> None:
-    """Obey until told None: build (folder, format), join (a rendezvous), change the weights and send (index, version)."""
+    """Obey until told None: build (folder, format, transport), join (a rendezvous), change the weights and send (index, version)."""
     import traceback
 
     torch.cuda.set_device(device)
@@ -54,7 +59,7 @@ def trainer_main(device: int, commands: Any, answers: Any) -> None:
         raise
 
 
-def _worker(folder: str, format: str, device: torch.device) -> Any:
+def _worker(folder: str, format: str, transport: str, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
@@ -63,7 +68,7 @@ def _worker(folder: str, format: str, device: torch.device) -> Any:
     from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 
     class Plain(FSDPRefitMixin):
-        refit_config = CONFIG
+        refit_config = _config(transport)
         refit_dtype = torch.bfloat16
 
         def __init__(self) -> None:
@@ -116,13 +121,13 @@ def _overrides(format: str) -> dict[str, Any]:
     return {"load_format": "dummy", "hf_overrides": {"quantization_config": made.quantization_config}}
 
 
-def measure(folder: str, format: str, refits: int) -> dict[str, Any]:
+def measure(folder: str, format: str, transport: str, refits: int) -> dict[str, Any]:
     """Seconds of warm refits of one format."""
     trainer = Trainer(trainer_main)
-    trainer.commands.put((folder, format))
+    trainer.commands.put((folder, format, transport))
     built = trainer.answer(300.0)
     assert built == "built", built
-    engine = LiveEngine(folder, trainer, CONFIG, {**EAGER, **_overrides(format)})
+    engine = LiveEngine(folder, trainer, _config(transport), {**EAGER, **_overrides(format)})
     try:
         misc = engine.meet()
         found = []
@@ -140,7 +145,7 @@ def measure(folder: str, format: str, refits: int) -> dict[str, Any]:
         }
         return {
             "format": format,
-            "device": torch.cuda.get_device_name(),
+            "devices": [torch.cuda.get_device_name(at) for at in sorted({0, torch.cuda.device_count() - 1})],
             "transport": found[-1][1]["transport"],
             "misc": misc,
             "bytes_bulk": found[-1][1]["bytes_bulk"],
@@ -154,20 +159,29 @@ def measure(folder: str, format: str, refits: int) -> dict[str, Any]:
         trainer.close()
 
 
+def _formats(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if not set(found) <= set(FORMATS):
+        raise argparse.ArgumentTypeError(f"{text}: give some of {', '.join(FORMATS)}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--refits", type=int, default=8)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--formats", type=_formats, default=FORMATS, help="of bf16 and nvfp4, by commas")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as into, engine_environment({}):
         folder = _folder(Path(into), arguments.model, arguments.layers)
-        found = [measure(folder, format, arguments.refits) for format in arguments.formats]
+        found = [measure(folder, one, arguments.transport, arguments.refits) for one in arguments.formats]
     lines = [json.dumps(one) for one in found]
-    if len(found) > 1:
-        share = found[-1]["ms"] / found[0]["ms"]
-        lines.append(f"{found[-1]['format']} takes {share:.3f} of {found[0]['format']}'s time")
+    times = {one["format"]: one["ms"] for one in found}
+    if "bf16" in times:
+        others = {format: ms / times["bf16"] for format, ms in times.items() if format != "bf16"}
+        lines += [f"{format} takes {share:.3f} of bf16's time" for format, share in others.items()]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.packing import EncodedView, Strided, copy_rows, make_encoders
 from rlrefit.integration.packing.encoded import EncodedPair
 from rlrefit.integration.packing.rows import Ints, collapse
+from rlrefit.integration.quantize.jobs import GlobalScale
 from rlrefit.integration.transport.ipc import checksums, landing, signals, transport, views
 from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
 from rlrefit.integration.transport.ipc.signals import SignalBuffer
@@ -322,7 +324,12 @@ class _Encodings:
             raw = self._driver.load(held.address, (*held.shape, held.itemsize), (*held.strides, 1))
             seen = torch.from_numpy(raw.copy()).view(view.held.dtype).view(held.shape)
             made = torch.empty(view.shape, dtype=view.dtype)
-            for encoder in make_encoders([(EncodedView(seen, view.encoding, view.window), made)], _CPU):
+            encoding: Any = view.encoding
+            if getattr(encoding, "global_scale", None) is not None:
+                scale = self._driver.load(encoding.global_scale.value.data_ptr(), (4,), (1,))
+                value = torch.from_numpy(scale.copy()).view(torch.float32)[0]
+                encoding = replace(encoding, global_scale=GlobalScale(value))
+            for encoder in make_encoders([(EncodedView(seen, encoding, view.window), made)], _CPU):
                 encoder.launch()
             values = made.view(torch.uint8).numpy().reshape(*view.shape, target.itemsize)
             self._driver.store(target.address, values, (*target.strides, 1))

@@ -24,9 +24,10 @@ from rlrefit.integration.packing import Strided
 ALLOCATIONS = Allocation(1 << 40, 4096, "ab" * 64), Allocation(3 << 40, 6144, "", (2048, 4096))
 FIRST = View(Place(0, 64), (32, 2), 2), View(Place(1, 0), (), 4)
 ENCODED = View(Place(0, 128), (32, 4), 4, Encoded(0, (16, 8), ((2, 4), (0, 8))))
+SCALED = View(Place(0, 128), (32, 4), 4, Encoded(0, (16, 8), ((2, 4), (0, 8)), Place(1, 8)))
 SHARED = {
     0: Shared(FIRST, Place(1, 5000), Place(1, 6000)),
-    3: Shared((View(Place(0, 128), (32, 2), 2), ENCODED), Place(1, 5100), Place(1, 6008)),
+    3: Shared((View(Place(0, 128), (32, 2), 2), ENCODED, SCALED), Place(1, 5100), Place(1, 6008)),
 }
 DESCRIPTION = Description(
     "process", "GPU-1", 60.5, ALLOCATIONS, "somewhere", "00ff", SHARED, "it sleeps", ({"kind": "any"},)
@@ -62,6 +63,8 @@ def test_a_description_survives_json() -> None:
         lambda d: d["shared"]["3"]["encoded"]["1"].__setitem__(0, 1),
         lambda d: d["shared"]["3"]["encoded"]["1"].__setitem__(3, -1),
         lambda d: d["shared"]["3"]["encoded"]["1"].append(0),
+        lambda d: d["shared"]["3"]["encoded"]["2"].__setitem__(7, 2),
+        lambda d: d["shared"]["3"]["encoded"]["2"].__setitem__(8, 6144),
         lambda d: d.update(pulls="why " * 2000),
         lambda d: d.update(encodings={}),
         lambda d: d.update(token="no hex"),

@@ -19,7 +19,8 @@ from rlrefit.integration.errors import RefitMismatch, RefitTimeout, TransportUna
 from rlrefit.integration.layout import Encoding, Fragment, box_of
 from rlrefit.integration.packing import Cast
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.integration.quantize.formats import Codes, Fp8Blockwise, Nvfp4, Scales, WholeBlocks
+from rlrefit.integration.quantize.jobs import GlobalScale
 from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport.ipc import IpcTransport
 from rlrefit.integration.weights.quantizing import encoded_fragments
@@ -443,6 +444,27 @@ def test_weights_are_cast_and_quantized_as_they_are_read(driver: PlayedDriver) -
         assert torch.equal(engine.read("q").view(torch.uint8), expected[0].view(torch.uint8))
         assert torch.equal(engine.read("q_scale_inv"), expected[1])
         assert torch.equal(engine.read("c"), held.read("c").to(BF16))
+    ranks.close()
+
+
+def test_a_receiver_reads_the_global_scale_by_which_it_quantizes(driver: PlayedDriver) -> None:
+    shape, parts = (24, 64), {"q": (24, 32), "q_scale": (24, 4)}
+    held = Weights(driver, 0, {"q": (shape, BF16), "g": ((1, 1), FP32)}, shareable=True)
+    method, scale = WholeBlocks(Nvfp4()), GlobalScale(held.views["g"][0, 0])
+    encodings = dict(zip(parts, (Codes(method, scale), Scales(method, scale)), strict=True))
+    fragments = [Fragment(n, parts[n], box_of(parts[n]), held.views["q"], e) for n, e in encodings.items()]
+    wanted = {"q": (parts["q"], torch.uint8), "q_scale": (parts["q_scale"], torch.float8_e4m3fn)}
+    engine = Weights(driver, 1, wanted, shareable=False)
+    ranks = Ranks(driver, [SimpleNamespace(rank=0, fragments=fragments)], [engine], [message(0, 1, wanted)])  # type: ignore[list-item]
+    for seed in (1, 2):
+        ranks.bind()
+        change(held, seed)
+        held.write("g", torch.full((1, 1), 0.125 * seed))
+        engine.poison()
+        assert ranks.refit()[1].verified_bytes
+        expected = Nvfp4().encode(held.read("q"), torch.tensor(0.125 * seed))
+        assert torch.equal(engine.read("q"), expected[0])
+        assert torch.equal(engine.read("q_scale").view(torch.uint8), expected[1].view(torch.uint8))
     ranks.close()
 
 

@@ -24,7 +24,7 @@ from rlrefit.integration.quantize import fp8_kernels, mxfp4_kernels, nvfp4_kerne
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
 _NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32", "aside": "*u8", "maps": "*u8"}
-_NARROW |= {"choices": "*i32", "scales_2": "*fp32"}
+_NARROW |= {"choices": "*i32"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
@@ -101,11 +101,14 @@ def test_matrices_are_put_in_order_without_spilling(
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
+@pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
-def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
-    constants = {"WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4, "UNIT": 16}
-    constants |= {"FLAT": True, "MOST": 2.0**7}
-    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, ("scales_2",), num_warps=4)
+def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(
+    source: Any, size: int, flat: bool, tmp_path: Path
+) -> None:
+    constants = {"COLUMNS": 17, "WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4}
+    constants |= {"UNIT": 16, "FLAT": flat, "MOST": 2.0**7}
+    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, (), num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     # A thread has 32 elements, of 4 or 8 blocks. It makes reciprocals for the blocks and the global scale, and a quotient of
     # each block and element. No other product is added before it is rounded.

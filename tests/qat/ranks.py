@@ -219,8 +219,20 @@ def _slices(packed: Any) -> dict[str, Any]:
     packed.prepare()
     return {
         "refused": refused,
-        "held": [(f.name, f.box, as_bytes(f.view.to(f.dtype))) for f in fragments],
+        "held": [(f.name, f.box, as_bytes(_sent(f))) for f in fragments],
     }
+
+
+def _sent(fragment: Any) -> torch.Tensor:
+    from rlrefit.integration.packing import EncodedView, make_encoders
+
+    if fragment.encoding is None:
+        return fragment.view
+    sent = torch.empty([stop - start for start, stop in fragment.box], dtype=fragment.dtype)
+    whole = tuple((0, n) for n in sent.shape)
+    for encoder in make_encoders([(EncodedView(fragment.view, fragment.encoding, whole), sent)], sent.device):
+        encoder.launch()
+    return sent
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,17 +20,19 @@ from rlrefit.integration.packing import (
     Strided,
     make_encoders,
 )
+from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.formats import (
     Codes,
     Format,
     Fp8Blockwise,
     Mxfp8,
+    Nvfp4,
     Scales,
     WholeBlocks,
     from_json,
     to_json,
 )
-from rlrefit.integration.quantize.jobs import make_jobs
+from rlrefit.integration.quantize.jobs import GlobalScale, make_jobs
 from rlrefit.integration.transport.ipc.copy_order import slices
 
 from .weights import same
@@ -51,14 +53,16 @@ def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[Format, tuple[int, int], list[Box], list[Box]]:
-    format = draw(st.sampled_from([FP8, Fp8Blockwise(block=(32, 16)), Fp8Blockwise(ue8m0=True), Mxfp8()]))
+    kinds = [FP8, Fp8Blockwise(block=(32, 16)), Fp8Blockwise(ue8m0=True), Mxfp8(), Nvfp4()]
+    format = draw(st.sampled_from(kinds))
     rows = draw(st.integers(1, 300))
-    columns = draw(st.integers(1, 10)) * 32 if isinstance(format, Mxfp8) else draw(st.integers(1, 300))
+    whole = isinstance(format, Mxfp8 | Nvfp4)
+    columns = draw(st.integers(1, 10)) * format.block[1] if whole else draw(st.integers(1, 300))
     scales = Scales(WholeBlocks(format)).shape((rows, columns))
     return (
         format,
         (rows, columns),
-        draw(st.lists(parts((rows, columns)), max_size=3)),
+        draw(st.lists(parts(Codes(WholeBlocks(format)).shape((rows, columns))), max_size=3)),
         draw(st.lists(parts(scales), max_size=3)),
     )
 
@@ -70,7 +74,9 @@ def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
 ) -> None:
     format, shape, *parts_of_both = scene
     held = torch.randn(*shape).bfloat16()
-    encodings = Codes(WholeBlocks(format)), Scales(WholeBlocks(format))
+    shared = GlobalScale(torch.ones(())) if format.has_global_scale else None
+    given = () if shared is None else (shared.value,)
+    encodings = Codes(WholeBlocks(format), shared), Scales(WholeBlocks(format), shared)
     pairs = []
     for encoding, boxes in zip(encodings, parts_of_both, strict=True):
         for box in boxes:
@@ -79,11 +85,13 @@ def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
             pairs.append((EncodedView(held, encoding, box), target))
     encoders = make_encoders(pairs, CPU)
     assert sum(encoder.nbytes for encoder in encoders) == sum(target.nbytes for _, target in pairs)
-    for sign in (1, -1):  # changed weights before the second launch
-        held.mul_(sign)
+    for factor in (1.0, -0.25):  # changed weights and scales before the second launch
+        held.mul_(factor)
+        for one in given:
+            one.fill_(nvfp4.global_scale(held.abs().amax()).item())
         for encoder in encoders:
             encoder.launch()
-        whole = dict(zip(encodings, format.encode(held), strict=True))
+        whole = dict(zip(encodings, format.encode(held, *given), strict=True))
         for view, target in pairs:
             index = tuple(slice(start, stop) for start, stop in view.window)
             assert same(target.contiguous(), whole[view.encoding][index].contiguous())

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rlrefit.integration.quantize import mxfp4, nvfp4
-from rlrefit.integration.quantize.four_bits import DevicePacker, PackJob, make_packer
-from rlrefit.integration.quantize.mxfp4_table import MXFP4
+from rlrefit.integration.quantize.mxfp4_table import Mxfp4Table, PackJob, make_packer
 from tests.triton_interpreter import run_interpreted
 
 from .scalars import E2M1, nearest
@@ -99,8 +98,8 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
         )
         for w in found
     ]
-    packer = make_packer(MXFP4, jobs, dtype, device, interpret=device == CPU)
-    assert isinstance(packer, DevicePacker)
+    packer = make_packer(jobs, dtype, device, interpret=device == CPU)
+    assert isinstance(packer, Mxfp4Table)
     packer.launch()
     for index, (w, job) in enumerate(zip(found, jobs, strict=True)):
         codes, scales = mxfp4.quantize(w.to(dtype))

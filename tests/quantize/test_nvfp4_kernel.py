@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rlrefit.integration.quantize import nvfp4
-from rlrefit.integration.quantize.four_bits import DevicePacker, PackJob, make_packer
-from rlrefit.integration.quantize.nvfp4_table import NVFP4
+from rlrefit.integration.quantize.jobs import GlobalScale, QuantizeJob
+from rlrefit.integration.quantize.nvfp4_table import Nvfp4Table
 from tests.triton_interpreter import run_interpreted
 
 CPU = torch.device("cpu")
@@ -51,33 +52,64 @@ def hard_weights() -> list[torch.Tensor]:
     ]
 
 
+def _wanted(number: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Rows and columns of the codes that are wanted, all or a part that cuts blocks."""
+    if number % 3 or not height:
+        return 0, 0, height, width // 2
+    return height // 4, 3, height, width // 2 - 1
+
+
 def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) -> None:
     weights = [w.to(device) for w in hard_weights() if dtype in (torch.bfloat16, w.dtype)]
-    jobs = [
-        PackJob(
-            w,
-            torch.full((w.shape[0], w.shape[1] // 2), 0xAA, dtype=torch.uint8, device=device),
-            torch.full((w.shape[0], w.shape[1] // 16), 0x55, dtype=torch.uint8, device=device).view(
-                torch.float8_e4m3fn
-            ),
+    jobs: list[QuantizeJob] = []
+    targets: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for number, w in enumerate(weights):
+        height, width = w.shape
+        top, left, bottom, right = _wanted(number, height, width)
+        # Of every second weight as it lies in a matrix of more columns, of the others without gaps.
+        gap = 16 * (number % 2)
+        room = torch.full((height, width // 2 + gap), 0xAA, dtype=torch.uint8, device=device)
+        codes = room[top:bottom, left:right]
+        scales = torch.full((height, width // 16 + gap), 0x55, dtype=torch.uint8, device=device)
+        scales = scales[:, : width // 16].view(torch.float8_e4m3fn)
+        if number % 4 == 3:
+            scales = scales.t().contiguous().t()
+        targets.append((room, codes, scales))
+        jobs.append(
+            QuantizeJob(
+                w,
+                None if number % 5 == 4 else codes,
+                (top, left),
+                None if number % 7 == 6 else scales,
+                global_scale=GlobalScale(torch.empty((), dtype=torch.float32, device=device)),
+            )
         )
-        for w in weights
-    ]
-    packer = make_packer(NVFP4, jobs, dtype, device, interpret=device.type == "cpu")
-    assert isinstance(packer, DevicePacker)
+    table = Nvfp4Table.build(jobs, device, dtype == torch.bfloat16)
+    assert table.nbytes == sum(job.nbytes for job in jobs)
     # On a GPU within and beyond what it divides by reciprocals.
     for factor in (1.0, 3.0, 2.0**-40) if device.type == "cpu" else (1.0, 3.0, 2.0**-40, 2.0**-95, 2.0**8):
-        scales = []
-        for w in weights:
+        for number, (w, job) in enumerate(zip(weights, jobs, strict=True)):
             amax = w.to(dtype).nan_to_num(0.0, 0.0, 0.0).abs().amax() if w.numel() else torch.zeros(())
-            scales.append(nvfp4.global_scale(amax) * factor)
-        scales[len(scales) // 2] = torch.tensor(1.0)
-        scale_2 = torch.stack([scale.to(device) for scale in scales]).clamp(min=nvfp4.LEAST_GLOBAL_SCALE)
-        packer.launch(scale_2)
-        for index, (w, job) in enumerate(zip(weights, jobs, strict=True)):
-            codes, block_scales, _ = nvfp4.quantize(w.to(dtype), scale_2[index])
-            assert torch.equal(job.codes, codes), (index, factor)
-            assert torch.equal(job.scales.view(torch.uint8), block_scales.view(torch.uint8)), (index, factor)
+            scale = nvfp4.global_scale(amax) * factor
+            if number == len(weights) // 2:
+                scale = torch.tensor(1.0)
+            assert job.global_scale is not None
+            job.global_scale.value.copy_(scale.clamp(min=nvfp4.LEAST_GLOBAL_SCALE))
+        for room, _, scales in targets:
+            room.fill_(0xAA)
+            scales.view(torch.uint8).fill_(0x55)
+        table.launch()
+        for number, (w, job, (room, _, scales)) in enumerate(zip(weights, jobs, targets, strict=True)):
+            assert job.global_scale is not None
+            packed, made, _ = nvfp4.quantize(w.to(dtype), job.global_scale.value)
+            top, left, bottom, right = _wanted(number, *w.shape)
+            expected = torch.full_like(room, 0xAA)
+            if job.codes is not None:
+                expected[top:bottom, left:right] = packed[top:bottom, left:right]
+            assert torch.equal(room, expected), (number, factor)
+            if job.scales is None:
+                made = torch.full_like(scales.view(torch.uint8), 0x55).view(made.dtype)
+            assert torch.equal(scales.view(torch.uint8), made.view(torch.uint8)), (number, factor)
 
 
 def test_the_kernel_gives_the_bytes_of_torch_for_weights_that_are_rounded_first() -> None:
@@ -86,3 +118,16 @@ def test_the_kernel_gives_the_bytes_of_torch_for_weights_that_are_rounded_first(
 
 def test_the_kernel_gives_the_bytes_of_torch_for_weights_as_they_are_kept() -> None:
     run_interpreted(compare_kernel_with_torch, torch.float32)
+
+
+def test_parts_that_cut_blocks_or_lack_a_global_scale_are_refused() -> None:
+    scale = GlobalScale(torch.ones(()))
+    codes = torch.empty(2, 16, dtype=torch.uint8)
+    for job, what in (
+        (QuantizeJob(torch.ones(2, 40), codes, global_scale=scale), "cuts blocks of 16"),
+        (QuantizeJob(torch.ones(2, 32), codes, head=(0, 8), global_scale=scale), "cuts blocks of 16"),
+        (QuantizeJob(torch.ones(2, 32), codes, (0, 1), global_scale=scale), "do not lie inside"),
+        (QuantizeJob(torch.ones(2, 32), codes), "no global scale"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            Nvfp4Table.build([job], CPU)

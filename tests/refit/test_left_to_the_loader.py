@@ -15,7 +15,7 @@ from rlrefit.integration.layout import Axes, Fragment, box_of
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.integration.weights.quantizing import QuantizingSource, wire_specs
+from rlrefit.integration.weights.quantizing import QuantizingSource, packed_in, packed_specs, wire_specs
 
 from .synthetic import BF16, Layout, SyntheticDestination, SyntheticSource, run_world, value_of, whole
 
@@ -173,3 +173,15 @@ def test_views_that_lie_between_each_other_share_nothing_and_those_that_meet_are
     # With columns of padding, and fewer rows.
     padded = [fragment("embedding", memory[:, :3]), fragment("head", memory[:6, :3])]
     assert refused_on_engine(padded, {}, {}).keys() == {"embedding", "head"}
+
+
+def test_nvfp4_in_another_order_than_rows_and_columns_is_left_to_the_engines_loader() -> None:
+    specs = packed_specs(TensorSpec("x.weight", (32, 64), BF16))
+    fragments = []
+    for spec in specs[:2]:
+        n, k = spec.shape
+        axes = Axes(((n,), (k,)), (1, 0))
+        held = torch.zeros(k, n, dtype=spec.dtype)
+        fragments.append(Fragment(spec.name, spec.shape, box_of(held.shape), held, axes=axes))
+    found = refused_on_engine(fragments, {}, {}, packed_in([*specs, WEIGHT]))
+    assert found.keys() == {"x.weight", "x.weight_scale"}

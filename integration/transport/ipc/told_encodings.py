@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from ...layout import Encoding
 from ...packing import Cast, NotComputable
 from ...packing.encoded import PackedEncoding
 from ...quantize.formats import Codes, Scales, WholeBlocks, from_json, to_json
+from ...quantize.jobs import GlobalScale
 from ...weights.manifest import dtype_name, dtype_of
 
 _CAST, _CODES, _SCALES = "cast", "codes", "scales"
@@ -23,6 +24,16 @@ class ToldEncoding:
 
     encoding: PackedEncoding
     held: torch.dtype
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether it lacks a global scale, which a receiver reads where the sender has it."""
+        return isinstance(self.encoding, Codes | Scales) and self.encoding.method.format.has_global_scale
+
+    def under(self, global_scale: torch.Tensor) -> PackedEncoding:
+        """The encoding by a global scale, which lies in the sender's memory."""
+        assert isinstance(self.encoding, Codes | Scales), "casts have no scales"
+        return replace(self.encoding, global_scale=GlobalScale(global_scale))
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,13 @@ def told(encoding: Encoding, held: torch.dtype) -> dict[str, object]:
         "a trainer rank holds parts of its blocks, whose scales it makes with other ranks in each refit, so that no receiver can "
         "quantize what it reads"
     )
+
+
+def global_scale_of(encoding: Encoding) -> torch.Tensor | None:
+    """What an encoding reads beside a weight: FP32 scalar; None if nothing."""
+    if isinstance(encoding, Codes | Scales) and encoding.global_scale is not None:
+        return encoding.global_scale.value
+    return None
 
 
 def heard(data: object) -> ToldEncoding:

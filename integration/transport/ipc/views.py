@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...errors import TransportUnavailable
-from ...gpu_memory.description import Description, Encoded, Shared, View
+from ...gpu_memory.description import Description, Encoded, Place, Shared, View
 from ...gpu_memory.mapping import tensor_at
 from ...gpu_memory.memory import ExportedMemory
 from ...layout import Box, volume
@@ -17,15 +17,19 @@ from ...packing import EncodedView, NotComputable, Strided
 from ...plan import Message, Segment
 from ..storage import LiveViews
 from .checksums import BoundMessage
-from .told_encodings import heard, told
+from .told_encodings import global_scale_of, heard, told
+
+# Bytes of a global scale.
+_SCALE = 4
 
 
 @dataclass(frozen=True)
 class OpenView:
-    """Memory of this rank that one peer writes or reads; it is not kept."""
+    """Memory of this rank that one peer writes or reads, and the address of the global scale by which it encodes; neither is kept."""
 
     memory: Strided
     encoded: Encoded | None = None
+    global_scale: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,12 @@ class OpenViews:
             if encoding not in encodings:
                 encodings.append(encoding)
             held = Strided.of(view.held)
-            return OpenView(held, Encoded(encodings.index(encoding), held.shape, view.window))
+            scale = global_scale_of(view.encoding)
+            return OpenView(
+                held,
+                Encoded(encodings.index(encoding), held.shape, view.window),
+                None if scale is None else scale.data_ptr(),
+            )
 
         by_peer = {
             peer: [opened(s, v) for m, views in bound for s, v in zip(m.segments, views, strict=True)]
@@ -70,14 +79,23 @@ class OpenViews:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """(address, bytes) of all of them."""
-        return [(one.memory.address, one.memory.extent) for views in self.by_peer.values() for one in views]
+        every = [one for views in self.by_peer.values() for one in views]
+        scales = {one.global_scale for one in every if one.global_scale is not None}
+        return [
+            *((one.memory.address, one.memory.extent) for one in every),
+            *((at, _SCALE) for at in sorted(scales)),
+        ]
 
     def described(self, peer: int, exported: ExportedMemory) -> tuple[View, ...]:
         """One peer's, as it is told of them."""
-        return tuple(
-            View(exported.place(one.memory.address), one.memory.strides, one.memory.itemsize, one.encoded)
-            for one in self.by_peer[peer]
-        )
+
+        def view(one: OpenView) -> View:
+            encoded = one.encoded
+            if encoded is not None and one.global_scale is not None:
+                encoded = replace(encoded, global_scale=exported.place(one.global_scale))
+            return View(exported.place(one.memory.address), one.memory.strides, one.memory.itemsize, encoded)
+
+        return tuple(map(view, self.by_peer[peer]))
 
 
 def bind_messages(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[BoundMessage]]:
@@ -124,6 +142,11 @@ def mapped_views(
     encodings = [heard(one) for one in peer.encodings]
     held: dict[tuple[object, ...], torch.Tensor] = {}
 
+    def global_scale(segment: Segment, place: Place | None) -> torch.Tensor:
+        if place is None or place.offset % _SCALE:
+            raise ValueError(f"{segment.name} has no global scale")
+        return tensor_at(Strided(peer.region(place, _SCALE, bases), (), (), _SCALE), torch.float32, device)
+
     def mapped(segment: Segment, view: View) -> Strided | EncodedView:
         shape = _shape(segment.box)
         if view.encoded is None:
@@ -135,7 +158,10 @@ def mapped_views(
         whole = view.place, view.strides, view.encoded.shape, one.held
         if whole not in held:
             held[whole] = tensor_at(peer.memory(view, view.encoded.shape, bases), one.held, device)
-        found = EncodedView(held[whole], one.encoding, view.encoded.window)
+        encoding = one.encoding
+        if one.has_global_scale:
+            encoding = one.under(global_scale(segment, view.encoded.global_scale))
+        found = EncodedView(held[whole], encoding, view.encoded.window)
         inside = zip(view.encoded.window, one.encoding.shape(view.encoded.shape), strict=True)
         if any(not 0 <= start <= stop <= n for (start, stop), n in inside):
             raise ValueError(f"{segment.name} is encoded of what is not there")

@@ -1,36 +1,28 @@
 """A trainer rank as a source of packed NVFP4 weights, shard to shard.
 
-The packed tensors of what this rank holds are kept in memory, 9/16 byte a weight, and made anew before each refit.
+Codes and block scales are made of what this rank holds as they are packed, by the global scales that all trainer ranks make before
+each refit. Only the scalars lie in memory beside the parameters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ....integration.layout import Box, Fragment
-from ....integration.packing import Cast
-from ....integration.quantize import blocks, nvfp4
-from ....integration.quantize.four_bits import Packer, PackJob, make_packer
+from ....integration.layout import Fragment
+from ....integration.quantize import blocks
+from ....integration.quantize.formats import Codes, Nvfp4, Scales, WholeBlocks
+from ....integration.quantize.jobs import GlobalScale
 from ....integration.quantize.nvfp4_checkpoint import packed_names
-from ....integration.quantize.nvfp4_table import NVFP4
-from ....integration.weights.endpoints import WeightSource, Writes, writes_by
+from ....integration.weights.endpoints import WeightSource, Writes, gives_memory_back, writes_by
 from ....integration.weights.manifest import TensorSpec
+from ....integration.weights.quantizing import unfit
 from .model import QAT
 
-_BLOCK = (1, nvfp4.BLOCK)
-
-
-@dataclass(frozen=True, eq=False)
-class _Packing:
-    """What packs the parts of weights that are exported in one dtype: their jobs, and where their global scales are."""
-
-    dtype: torch.dtype
-    packer: Packer
-    positions: torch.Tensor
+_FORMAT = Nvfp4()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +32,15 @@ class _Scalars:
     dtype: torch.dtype
     memory: list[torch.Tensor]
     positions: torch.Tensor
+
+    @staticmethod
+    def of(
+        memory: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        positions: Callable[[Sequence[str]], torch.Tensor],
+    ) -> _Scalars:
+        """Of weights by name."""
+        return _Scalars(dtype, list(memory.values()), positions(list(memory)))
 
     def write(self, values: torch.Tensor) -> None:
         torch._foreach_copy_(self.memory, list(values.unbind()))
@@ -61,14 +62,12 @@ class PackedSource:
     def __init__(self, source: WeightSource, qat: QAT):
         self._source = source
         self._qat = qat
-        self._parts: list[tuple[str, PackJob]] = []
-        self._scalars: dict[str, torch.Tensor] = {}
-        # Prepared for the parts of the last fragments, as :meth:`prepare` needs it.
-        self._packings: list[_Packing] | None = None
-        self._packed_from: tuple[int, ...] = ()
-        self._weight_scalars: list[_Scalars] = []
+        # The same memory each time: who asked for fragments before reads what :meth:`prepare` writes, as who asks now.
+        self._global_scales: dict[str, GlobalScale] = {}
+        self._input_scales: dict[str, torch.Tensor] = {}
+        # Of these, as :meth:`prepare` needs it.
+        self._weight_scalars: list[_Scalars] | None = None
         self._input_scalars: _Scalars | None = None
-        self._memory: dict[tuple[str, Box], torch.Tensor] = {}
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
         self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
@@ -76,6 +75,10 @@ class PackedSource:
     @property
     def device(self) -> torch.device:
         return self._source.device
+
+    @property
+    def gives_memory_back(self) -> bool | None:
+        return gives_memory_back(self._source)
 
     def specs(self) -> list[TensorSpec]:
         return self._specs
@@ -87,21 +90,20 @@ class PackedSource:
             if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
                 refused[fragment.name] = reason
         packed = [f for f in held if f.name not in self._qat.weights]
-        self._parts, self._scalars, self._packings = [], {}, None
+        sent: set[str] = set()
         for fragment in held:
             if fragment.name in self._qat.weights and fragment.name not in refused:
-                packed += self._pack(fragment)
+                packed += self._packed(fragment)
+                if fragment.name not in sent:
+                    packed += self._scalars(fragment.name)
+                    sent.add(fragment.name)
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
     def prepare(self) -> None:
         self._qat.prepare_export(self._source)
-        places = self._places()
-        if self._packings is None or self._packed_from != places:
-            # An offloaded trainer's weights may have come back elsewhere since fragments were asked for.
-            self._packings, self._packed_from = self._prepared(), places
+        if self._weight_scalars is None:
+            self._weight_scalars = self._find_scalars()
         with torch.no_grad():
-            for one in self._packings:
-                one.packer.launch(self._qat.scales_at(one.positions, one.dtype).to(self.device))
             for scalars in self._weight_scalars:
                 scalars.write(self._qat.scales_at(scalars.positions, scalars.dtype))
             if self._input_scalars is not None:
@@ -116,82 +118,65 @@ class PackedSource:
                     yield name, tensor
 
     def storage_key(self) -> Hashable:
-        # Of what is packed, too: fragments may have been asked for where the weights are no longer.
-        return self._source.storage_key(), self._places()
+        return self._source.storage_key()
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
         return writes_by(self._source)
 
-    def _places(self) -> tuple[int, ...]:
-        return tuple([job.source.data_ptr() for _, job in self._parts])
-
-    def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
-        rows, columns = fragment.view.shape
-        n, k = fragment.full_shape
-        (down, (left, right)) = fragment.box
-        halves: Box = (down, (left // 2, right // 2))
-        of_scales = blocks.scale_box(fragment.box, _BLOCK)
-        names = packed_names(fragment.name)
-        codes = self._kept(names.weight, halves, (rows, columns // 2), torch.uint8)
-        scales = self._kept(
-            names.weight_scale, of_scales, (rows, columns // nvfp4.BLOCK), torch.float8_e4m3fn
-        )
-        self._parts.append((fragment.name, PackJob(fragment.view, codes, scales)))
-        yield Fragment(names.weight, (n, k // 2), halves, codes)
-        yield Fragment(names.weight_scale, (n, k // nvfp4.BLOCK), of_scales, scales)
-        for name in (names.weight_scale_2, names.input_scale):
-            if name in self._origin and name not in self._scalars:
-                self._scalars[name] = self._kept(name, (), (), torch.float32)
-                yield Fragment(name, (), (), self._scalars[name])
-
-    def _kept(self, name: str, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same memory each time: who asked for fragments before reads what :meth:`prepare` writes, as who asks now."""
-        if (name, box) not in self._memory:
-            self._memory[name, box] = torch.empty(shape, dtype=dtype, device=self.device)
-        return self._memory[name, box]
-
-    def _prepared(self) -> list[_Packing]:
-        """What packs all parts; and where all scalars are, of weights and of inputs."""
-        by_dtype: dict[torch.dtype, list[tuple[str, PackJob]]] = defaultdict(list)
-        for name, job in self._parts:
-            by_dtype[self._dtypes[name]].append((name, job))
-        of_weights: dict[torch.dtype, list[str]] = defaultdict(list)
-        of_inputs: list[str] = []
-        for name in self._scalars:
-            weight = self._origin[name]
-            own = name == packed_names(weight).weight_scale_2
-            (of_weights[self._dtypes[weight]] if own else of_inputs).append(name)
-        self._weight_scalars = [
-            self._scalars_of(names, dtype, self._qat.positions) for dtype, names in of_weights.items()
-        ]
-        self._input_scalars = (
-            self._scalars_of(of_inputs, torch.float32, self._qat.input_positions) if of_inputs else None
-        )
-        return [
-            _Packing(
-                dtype,
-                make_packer(NVFP4, [job for _, job in found], dtype, self.device),
-                self._qat.positions([name for name, _ in found]),
+    def _packed(self, fragment: Fragment) -> Iterator[Fragment]:
+        names, dtype = packed_names(fragment.name), self._dtypes[fragment.name]
+        method = WholeBlocks(_FORMAT, None if fragment.view.dtype == dtype else dtype)
+        shared = self._global_scale(fragment.name)
+        for name, encoding in (
+            (names.weight, Codes(method, shared)),
+            (names.weight_scale, Scales(method, shared)),
+        ):
+            whole = encoding.shape(fragment.full_shape)
+            yield Fragment(
+                name, whole, blocks.scale_box(fragment.box, encoding.unit), fragment.view, encoding
             )
-            for dtype, found in by_dtype.items()
-        ]
 
-    def _scalars_of(
-        self, names: Sequence[str], dtype: torch.dtype, positions: Callable[[Sequence[str]], torch.Tensor]
-    ) -> _Scalars:
-        weights = [self._origin[name] for name in names]
-        return _Scalars(dtype, [self._scalars[name] for name in names], positions(weights))
+    def _scalars(self, weight: str) -> Iterator[Fragment]:
+        """Fragments of a weight's global scale and of that of its inputs."""
+        names = packed_names(weight)
+        yield Fragment(names.weight_scale_2, (), (), self._global_scale(weight).value)
+        if names.input_scale in self._origin:
+            if weight not in self._input_scales:
+                self._input_scales[weight] = self._scalar()
+            yield Fragment(names.input_scale, (), (), self._input_scales[weight])
+
+    def _global_scale(self, weight: str) -> GlobalScale:
+        if weight not in self._global_scales:
+            self._global_scales[weight] = GlobalScale(self._scalar())
+        return self._global_scales[weight]
+
+    def _scalar(self) -> torch.Tensor:
+        self._weight_scalars = None
+        # NaN until all ranks have made it: what is packed too early shows.
+        return torch.full((), float("nan"), dtype=torch.float32, device=self.device)
+
+    def _find_scalars(self) -> list[_Scalars]:
+        """Where all scalars are, and where their values come from."""
+        of_weights: dict[torch.dtype, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, scale in self._global_scales.items():
+            of_weights[self._dtypes[name]][name] = scale.value
+        found = [_Scalars.of(memory, dtype, self._qat.positions) for dtype, memory in of_weights.items()]
+        self._input_scalars = (
+            _Scalars.of(self._input_scales, torch.float32, self._qat.input_positions)
+            if self._input_scales
+            else None
+        )
+        return found
 
 
 def _misfit(fragment: Fragment) -> str:
     """Why a part can't be packed alone, or an empty string."""
-    if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
-        return "a rank computes it while packing, and what is computed is not quantized in the same pass"
-    if not blocks.straddled(fragment.box, fragment.full_shape, _BLOCK):
-        return ""
+    reason = unfit(fragment)
+    if reason or not blocks.straddled(fragment.box, fragment.full_shape, _FORMAT.block):
+        return reason
     start, stop = fragment.box[1]
     return (
-        f"a rank holds columns {start}:{stop}, which cuts blocks of {nvfp4.BLOCK} elements, so the whole weight is "
+        f"a rank holds columns {start}:{stop}, which cuts blocks of {_FORMAT.block[1]} elements, so the whole weight is "
         "packed"
     )
