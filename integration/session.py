@@ -125,6 +125,8 @@ class RefitSession:
         self._moved_before = False
 
     @staticmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def open(
         rendezvous: Rendezvous,
         rank: int,

@@ -97,7 +97,7 @@ class DeviceGroup(SharedGroup):
             told = ToldBuckets(None, 0, str(refused)) if refused is not None else own[peer].told
             tell(self._store, f"{self._name}/{self.rank}>{peer}", asdict(told))
         words = self.lanes * LANE_WORD_BYTES
-        opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit, self._watch)
+        opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit, self.watch)
         self._pairs |= opened
         if refused is not None:
             raise refused

@@ -78,6 +78,7 @@ class Group(ABC):
         device: of the tensors that travel.
         lanes: exchanges that can run at the same time; each lane keeps its own order.
         timeout_s: limit of any exchange, in seconds.
+        watch: called with the stage twice a second during a wait; raises if another rank has given up.
     """
 
     # What a GPU waits for; used in errors.
@@ -94,15 +95,14 @@ class Group(ABC):
     ):
         """
         Args:
-            rank, size, device, timeout_s, lanes: the attributes.
-            watch: called with the stage twice a second during a wait; raises if another rank has given up.
+            rank, size, device, timeout_s, watch, lanes: the attributes.
         """
         self.rank = rank
         self.size = size
         self.device = device
         self.timeout_s = float(timeout_s)
         self.lanes = lanes
-        self._watch = watch
+        self.watch = watch
 
     @abstractmethod
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
@@ -202,7 +202,7 @@ class Group(ABC):
     def check_peers(self, stage: str) -> None:
         """Abort the group and raise if another rank has given up."""
         try:
-            self._watch(stage)
+            self.watch(stage)
         except RefitError:
             self.abort()
             raise

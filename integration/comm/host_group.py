@@ -55,7 +55,7 @@ class HostGroup(SharedGroup):
         lane_bytes = 2 * BUCKETS * self._bucket_bytes
         limit = self.timeout_s
         opened = open_pairs(
-            self._store, self._name, self.rank, new, self.lanes * lane_bytes, self.lanes, limit, self._watch
+            self._store, self._name, self.rank, new, self.lanes * lane_bytes, self.lanes, limit, self.watch
         )
         self._pairs |= opened
         for peer, pair in opened.items():

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, Group, PeerBuffer, classifying
-from .waiting import done_within, guarded, leave_running, work_is_left_running
+from .waiting import done_within, gpu_is_lost, guarded, leave_running
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class TorchGroup(Group):
                 stage="process group",
                 rank=rank,
             )
-        watch = group._watch if isinstance(group, Group) else _watch_nothing
+        watch = group.watch if isinstance(group, Group) else _watch_nothing
         return cls(rank, size, device, timeout_s, watch, len(backends), backends, owns=False)
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
@@ -184,7 +184,7 @@ class TorchGroup(Group):
     def abort(self) -> bool:
         if self.device.type != "cuda":
             return True
-        if work_is_left_running():
+        if gpu_is_lost():
             leave_running(f"communicators of group rank {self.rank}", self._backends)
             return False
         wrong = done_within([backend.abort for backend in self._backends], _ABORT_WITHIN)
@@ -243,7 +243,7 @@ class TorchGroup(Group):
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def _close_backends(self, failed: bool) -> None:
-        if failed or work_is_left_running():
+        if failed or gpu_is_lost():
             self.abort()
         elif self.device.type == "cuda":
             limit = min(self.timeout_s, _CLOSE_WITHIN)

@@ -21,6 +21,7 @@ _SPIN_S = 2e-4
 _WATCH_EVERY = 0.5
 # What a GPU's work that did not end may still use. Nobody can tell when it is free.
 _left_running: list[object] = []
+_gpu_is_lost = False
 
 
 def wait_until(
@@ -154,10 +155,16 @@ def leave_running(whose: str, *used: object) -> None:
     _left_running.append(used)
 
 
-def work_is_left_running() -> bool:
-    """Whether :func:`leave_running` was called in this process.
+def lose_gpu() -> None:
+    """Note that this process's GPU waits for what nothing brings to an end, giving communicators up neither.
 
-    The driver's calls that wait for the whole GPU, as freeing memory and giving up a communicator of NCCL do, would then never return,
-    and hold up all other calls meanwhile.
+    The driver's calls that wait for the whole GPU, as freeing memory and giving up a communicator of NCCL do, would never return, and
+    hold up all other calls meanwhile.
     """
-    return bool(_left_running)
+    global _gpu_is_lost
+    _gpu_is_lost = True
+
+
+def gpu_is_lost() -> bool:
+    """Whether :func:`lose_gpu` was called in this process."""
+    return _gpu_is_lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 from ..errors import RefitError
@@ -36,13 +37,19 @@ class RefitWorld:
                 f"a refit needs a rank on each side, but there are {self.train_ranks} trainer and "
                 f"{self.gen_ranks} generation ranks"
             )
-        if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
+        try:
+            rank = index(self.rank)
+        except TypeError:
+            rank = -1
+        if not 0 <= rank < self.size:
             raise RefitError(
                 f"rank {self.rank!r} is not in the refit world of {self.size} ranks: the trainer's are 0 to {self.train_ranks - 1}, "
                 f"the engines' {self.train_ranks} to {self.size - 1}. This rank has met nobody, and the others wait for it; give "
                 "each process its own of these numbers",
                 stage="rendezvous",
             )
+        # Of NumPy's integers too: messages hold no other than Python's.
+        object.__setattr__(self, "rank", rank)
 
     @property
     def size(self) -> int:

@@ -239,8 +239,6 @@ class RefitEngine:
                 sources[names[position]], destinations[names[position]] = held, wanted
         return carry(self.manifest.specs("bulk"), sources, destinations, unfit, self.config.bucket_bytes)
 
-    # Not in inference mode, outside of which nothing could write later what is made in it; the same in rebind().
-    @torch.inference_mode(False)
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
         device = self._endpoint.device
@@ -347,7 +345,9 @@ class RefitEngine:
         if self._bulk is not None:
             self._bulk.commit(version)
 
+    # Not in inference mode, outside of which nothing could write later what is made in it; the same in RefitSession.open().
     @torch.inference_mode(False)
+    @torch.no_grad()
     def rebind(self) -> int:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
 

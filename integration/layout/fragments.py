@@ -121,6 +121,7 @@ def local_slice(box: Box, part: Box) -> tuple[slice, ...]:
 
 
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous view as uint8 ``[n]``, on the same storage."""
-    # as_strided, since one element or none counts as contiguous whatever its strides are, and could not be seen as bytes.
-    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+    """A contiguous view as uint8 ``[n]``, on the same storage. Torch raises a RuntimeError for another one."""
+    # One element or none counts as contiguous whatever its strides are, and could not be seen as bytes.
+    flat = view.as_strided((view.numel(),), (1,)) if view.numel() < 2 else view.view(-1)
+    return flat.view(torch.uint8)

@@ -210,7 +210,8 @@ class Transfers:
                 group.device,
                 bucket_bytes,
                 group.timeout_s,
-                group.check_peers,
+                # Not check_peers, which gives the group's communicators up while a reshard may be under way.
+                group.watch,
             )
         return self._communicators
 

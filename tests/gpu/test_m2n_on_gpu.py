@@ -400,4 +400,5 @@ def test_a_rank_that_dies_within_its_reshards_ends_the_refit_and_survivors_say_t
         assert seconds < 3 * LIMIT_S
     again = [row[2] for row in rows if row[1] == "again"]
     assert [kind for kind, *_ in again] == ["TransportUnavailable"] * (size - 1), again
+    assert all("restart" in message for *_, message in again)
     assert refused.startswith("TransportUnavailable")

@@ -161,3 +161,29 @@ def test_the_settings_are_read_from_nemo_rls_own_section() -> None:
     # A drafter from the checkpoint, as NeMo-RL loads it where the policy doesn't train it; and trained, but not served.
     NemoRlRefit.of(configured(vllm_kwargs=DRAFTING, _mtp_weights_from_refit=False))
     NemoRlRefit.of(configured(_mtp_weights_from_refit=True))
+
+
+class _Side(SimpleNamespace):
+    """What is refitted, as far as a meeting asks for it."""
+
+    def join_refit(self, *_: Any) -> dict[str, Any]:
+        self.awake = self.stays_awake
+        return {}
+
+
+@pytest.mark.parametrize(("colocated", "awake"), [(False, True), (True, False)])
+def test_an_engine_keeps_its_memory_between_refits_where_nemo_rl_never_puts_it_to_sleep(
+    colocated: bool, awake: bool
+) -> None:
+    side = _Side()
+
+    class Rank(EngineCalls):
+        def _rlrefit_side(self) -> Any:
+            return side
+
+        def _rlrefit_rank(self) -> int:
+            return 0
+
+    engine = NemoRlRefit.of(configured(colocated={"enabled": colocated})).engine
+    Rank().rlrefit_join({}, 1, {}, engine)
+    assert side.awake is awake

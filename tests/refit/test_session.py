@@ -29,6 +29,7 @@ from rlrefit.integration.errors import (
     RefitTimeout,
     VerificationError,
 )
+from rlrefit.integration.layout import Fragment
 from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -91,6 +92,22 @@ def test_parameters_that_are_trained_take_no_refit_into_their_graph_on_either_si
     assert kept == []
 
 
+class CopyingSource(SyntheticSource):
+    """A trainer rank that sends copies of its weights, made as they are asked for and written before each refit."""
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, refused = super().fragments()
+        self._copies = [(torch.empty_like(one.view), one.view) for one in held]
+        return [
+            dataclasses.replace(one, view=copy) for one, (copy, _) in zip(held, self._copies, strict=True)
+        ], refused
+
+    def prepare(self) -> None:
+        super().prepare()
+        for copy, view in self._copies:
+            copy.copy_(view)
+
+
 @pytest.mark.parametrize("transport", ["p2p", "golden"])
 def test_what_is_opened_or_followed_in_inference_mode_refits_outside_of_it(
     transport: str, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +120,10 @@ def test_what_is_opened_or_followed_in_inference_mode_refits_outside_of_it(
         return [*wrong, refit_changed(session, endpoint, 3)[1]]
 
     monkeypatch.setattr(RefitSession, "open", torch.inference_mode()(RefitSession.open))
-    assert run_world(*world(2), body, RefitConfig(transport=transport, bucket_mb=1)) == [[[]] * 3] * 4
+    sources, engines = world(2)
+    for source in sources:
+        source.__class__ = CopyingSource
+    assert run_world(sources, engines, body, RefitConfig(transport=transport, bucket_mb=1)) == [[[]] * 3] * 4
 
 
 @pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3)])

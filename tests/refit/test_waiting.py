@@ -152,13 +152,15 @@ def test_a_communicator_is_not_given_up_where_the_gpu_does_not_end_its_work(
     group.device, group.rank, group._owns = torch.device("cuda"), 0, True
     asked: list[str] = []
     backend = SimpleNamespace(abort=lambda: asked.append("abort"), shutdown=lambda: asked.append("shutdown"))
-    for failed in (False, True):
-        group._backends = [backend]
-        waiting.leave_running("kernels")
-        group.close(failed=failed)
-        assert kept[-1] == ([backend],)
-    assert asked == []
-    kept.clear()
+    monkeypatch.setattr(waiting, "_gpu_is_lost", False)
+    # Work that is left running may end once its communicator has been given up.
+    waiting.leave_running("kernels")
     group._backends = [backend]
     group.close(failed=True)
+    assert asked == ["abort"]
+    waiting.lose_gpu()
+    for failed in (False, True):
+        group._backends = [backend]
+        group.close(failed=failed)
+        assert kept[-1] == ([backend],)
     assert asked == ["abort"]

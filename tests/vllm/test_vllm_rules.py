@@ -419,6 +419,7 @@ def test_memory_is_given_back_between_refits_where_the_engine_may_sleep_unless_i
         parallel_config=SimpleNamespace(enable_eplb=False),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         model_config=SimpleNamespace(enable_sleep_mode=True),
+        lora_config=None,
         speculative_config=None,
     )
     model = nn.Linear(2, 2)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ...comm.group import Group
-from ...comm.waiting import PAUSE_S, gpu_ends_within, leave_running
+from ...comm.waiting import PAUSE_S, gpu_ends_within, leave_running, lose_gpu
 from ...errors import end_all
 from ...layout import Fragment
 from ...plan import aligned
@@ -141,6 +141,7 @@ class M2nTransport(P2PTransport):
     def _lose_wedged(self) -> None:
         """After a failure: wait for some seconds until all reshards have ended; the library is lost to this process if they don't."""
         if not gpu_ends_within(lambda: all(one.query() for one in self._arrived), _RESHARDS_END_WITHIN):
+            lose_gpu()
             leave_running("reshards of nccl.m2n", self._communicators, *self._memory_used)
             lose(
                 "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it"
@@ -209,8 +210,9 @@ class M2nTransport(P2PTransport):
         stop = threading.Event()
         self._communicators.in_time(partial(self._submit, reshards, refit, clock, stop), "transfer", stop)
         void = self._check_moved()
+        # In the library's time, too: the group's own wait would give its communicators up while a reshard is still under way.
         with clock.waiting():
-            group.wait_for(self._landed_batches, "transfer")
+            self._communicators.in_time(partial(self._await_landing, stop), "transfer", stop)
         caller = torch.cuda.current_stream()
         try:
             self._compare(reshards.checksums, self._sums_exchanged, self._sums_compared, clock)
@@ -233,6 +235,10 @@ class M2nTransport(P2PTransport):
                 if stop.is_set():
                     return
                 self._submit_batch(reshards, batch, index, refit, clock)
+
+    def _await_landing(self, stop: threading.Event) -> None:
+        while not stop.is_set() and not all(one.query() for one in self._landed_batches):
+            time.sleep(PAUSE_S)
 
     def _submit_batch(
         self, reshards: BoundReshards, batch: BoundBatch, index: int, refit: int, clock: StageClock

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ....integration.layout import Box, box_of, local_slice
+from ....integration.layout import Box, box_of, flat_bytes, local_slice
 from ....integration.layout.codes import Tiling
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
@@ -159,7 +159,7 @@ class Making:
         """The memory of a live parameter of a module in the shape and dtype in which it is loaded."""
         held, form = self._modules[module]
         shape, dtype = form.loaded[parameter]
-        return _flat_bytes(held[parameter]).view(dtype).view(shape)
+        return flat_bytes(held[parameter]).view(dtype).view(shape)
 
     def rewrites(self, module: str, parameter: str) -> str:
         """Why what has landed of a parameter does not stay as it is; empty if it does."""
@@ -190,7 +190,7 @@ class Making:
             raise ValueError(f"layers compute in {dtypes}")
         for module, (held, form) in self._modules.items():
             for name, order in form.orders.items():
-                memory = _flat_bytes(held[name])
+                memory = flat_bytes(held[name])
                 slot = None
                 if order.changed:
                     slot = self._slots[module, name] = len(self._slots)
@@ -379,8 +379,3 @@ def any_bytes(loaded: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
         ).view(kind)
         for name, (shape, kind) in loaded.items()
     }
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
