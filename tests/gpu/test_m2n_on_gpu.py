@@ -44,6 +44,7 @@ class Case:
         moves: rank whose weights come to lie elsewhere before the third refit; -1 for none.
         damage: whether the last rank's weights are changed as they land, in the second refit.
         dies: where rank 0 is killed in its second refit: ``before`` its reshards, or ``within`` them.
+        bucket_mb: as in the configuration.
     """
 
     transport: str = "m2n"
@@ -51,6 +52,7 @@ class Case:
     moves: int = -1
     damage: bool = False
     dies: str = ""
+    bucket_mb: int = 8
 
 
 def specs_and_layout(rank: int, size: int) -> tuple[list[Any], dict[str, Any], dict[str, str]]:
@@ -143,7 +145,7 @@ def refits(rank: int, meetings: list[Rendezvous], case: Case, results: Any) -> N
     some_without_gaps(endpoint)
     config = RefitConfig(
         transport=case.transport,
-        bucket_mb=8,
+        bucket_mb=case.bucket_mb,
         verify=case.verify,
         timeout_s=LIMIT_S if case.dies else 60.0,
     )
@@ -187,7 +189,7 @@ def newcomer_main(rank: int, meeting: Rendezvous, case: Case, results: Any) -> N
     endpoint = SyntheticSource(specs, layout, refused, f"cuda:{rank}")
     try:
         config = RefitConfig(
-            transport=case.transport, bucket_mb=8, verify=case.verify, timeout_s=NEXT_LIMIT_S
+            transport=case.transport, bucket_mb=case.bucket_mb, verify=case.verify, timeout_s=NEXT_LIMIT_S
         )
         session = RefitSession.open(meeting, rank, lambda: endpoint, config)
         refit_changed(session, endpoint, 4)
@@ -380,10 +382,12 @@ def test_a_rank_that_dies_before_its_reshards_ends_the_refit_and_survivors_meet_
     assert [(row[2][0], row[2][1]) for row in again] == [("", [])] * (size - 1), again
 
 
-def test_a_rank_that_dies_within_its_reshards_ends_the_refit_and_survivors_say_that_they_must_restart() -> (
-    None
-):
-    case, size = Case(dies="within"), world_size()
+# Of many batches, and of so few that all have been enqueued before the first has to land.
+@pytest.mark.parametrize("bucket_mb", [8, 64])
+def test_a_rank_that_dies_within_its_reshards_ends_the_refit_and_survivors_say_that_they_must_restart(
+    bucket_mb: int,
+) -> None:
+    case, size = Case(dies="within", bucket_mb=bucket_mb), world_size()
     first, second = (open_rendezvous("127.0.0.1", size // 2, size // 2) for _ in range(2))
     ranks = [
         (r, [first.rendezvous, second.rendezvous] if r else [first.rendezvous], case) for r in range(size)
