@@ -17,15 +17,21 @@ Drive = Callable[..., Driven]
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
+    _play(monkeypatch)
+
+
+def _play(monkeypatch: pytest.MonkeyPatch, sessions: bool = False) -> None:
+    """Put the doubles in the place of SGLang, of which an engine in this process may have brought the real modules."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in modules(sessions).items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.fixture(params=WAYS)
 def drive_in_sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
     """As :func:`drive`, an SGLang that takes updates in sessions alone."""
-    for name, module in modules(sessions=True).items():
-        monkeypatch.setitem(sys.modules, name, module)
+    _play(monkeypatch, sessions=True)
     yield from _driving(request.param, sessions=True)
 
 
