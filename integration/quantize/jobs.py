@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -70,6 +70,23 @@ class QuantizeJob:
         """Bytes that are written."""
         written = (self.codes, None if self.reads_scales else self.scales)
         return sum(target.nbytes for target in written if target is not None)
+
+
+def of_whole_blocks(jobs: Iterable[QuantizeJob], block: int) -> Iterator[QuantizeJob]:
+    """Those of ``jobs`` that have elements.
+
+    Args:
+        jobs: none of which may cut blocks.
+        block: elements of a row that share a scale.
+
+    Raises:
+        ValueError: one cuts blocks.
+    """
+    for job in jobs:
+        if job.source.shape[1] % block or job.head is not None:
+            raise ValueError(f"a part of {job.source.shape[1]} columns cuts blocks of {block}")
+        if job.source.numel():
+            yield job
 
 
 def make_jobs(pairs: Sequence[EncodedPair]) -> list[QuantizeJob]:

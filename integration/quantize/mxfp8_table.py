@@ -8,7 +8,7 @@ import torch
 
 from ..packing.tables import Launch, Launches
 from .fp8_table import COLUMNS, Checked, checked, has_e4m3, make_table, unit_of
-from .jobs import QuantizeJob
+from .jobs import QuantizeJob, of_whole_blocks
 from .mxfp8 import BLOCK, Rounding
 
 _BLOCKS, _WARPS = 128, 4
@@ -40,11 +40,7 @@ class Mxfp8Table(Launches):
 
         groups: dict[tuple[str, int], list[Checked]] = {}
         nbytes = 0
-        for job in jobs:
-            if job.source.shape[1] % BLOCK or job.head is not None:
-                raise ValueError(f"a part of {job.source.shape[1]} columns cuts blocks of {BLOCK}")
-            if not job.source.numel():
-                continue
+        for job in of_whole_blocks(jobs, BLOCK):
             found = checked(job, (1, BLOCK), torch.uint8)
             nbytes += job.nbytes
             groups.setdefault((str(job.source.dtype), unit_of(found)), []).append(found)

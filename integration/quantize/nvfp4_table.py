@@ -13,7 +13,7 @@ from ..packing.strided import Strided
 from ..packing.tables import Launch, Launches
 from . import nvfp4
 from .fp8_table import COLUMNS, Checked, checked, make_table, unit_of
-from .jobs import QuantizeJob
+from .jobs import QuantizeJob, of_whole_blocks
 from .nvfp4 import BLOCK, PER_BYTE
 
 _BLOCKS, _WARPS = 256, 4
@@ -45,11 +45,7 @@ class Nvfp4Table(Launches):
 
         groups: dict[tuple[torch.dtype, int, bool], list[Checked]] = {}
         nbytes = 0
-        for job in jobs:
-            if job.source.shape[1] % BLOCK or job.head is not None:
-                raise ValueError(f"a part of {job.source.shape[1]} columns cuts blocks of {BLOCK}")
-            if not job.source.numel():
-                continue
+        for job in of_whole_blocks(jobs, BLOCK):
             found = checked(job, (1, BLOCK), torch.float8_e4m3fn, torch.uint8, PER_BYTE)
             nbytes += job.nbytes
             in_one_row = _in_one_row(found)
