@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Event, Exchange, Group, PeerBuffer, classifying
-from .waiting import done_within, gpu_is_lost, guarded, leave_running
+from .waiting import done_within, gpu_is_stuck, guarded, leave_running
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class TorchGroup(Group):
     def abort(self) -> bool:
         if self.device.type != "cuda":
             return True
-        if gpu_is_lost():
+        if gpu_is_stuck():
             leave_running(f"communicators of group rank {self.rank}", self._backends)
             return False
         wrong = done_within([backend.abort for backend in self._backends], _ABORT_WITHIN)
@@ -243,7 +243,7 @@ class TorchGroup(Group):
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def _close_backends(self, failed: bool) -> None:
-        if failed or gpu_is_lost():
+        if failed or gpu_is_stuck():
             self.abort()
         elif self.device.type == "cuda":
             limit = min(self.timeout_s, _CLOSE_WITHIN)

@@ -21,7 +21,7 @@ _SPIN_S = 2e-4
 _WATCH_EVERY = 0.5
 # What a GPU's work that did not end may still use. Nobody can tell when it is free.
 _left_running: list[object] = []
-_gpu_is_lost = False
+_gpu_is_stuck = False
 
 
 def wait_until(
@@ -155,16 +155,16 @@ def leave_running(whose: str, *used: object) -> None:
     _left_running.append(used)
 
 
-def lose_gpu() -> None:
+def note_stuck_gpu() -> None:
     """Note that this process's GPU waits for what nothing brings to an end, giving communicators up neither.
 
     The driver's calls that wait for the whole GPU, as freeing memory and giving up a communicator of NCCL do, would never return, and
     hold up all other calls meanwhile.
     """
-    global _gpu_is_lost
-    _gpu_is_lost = True
+    global _gpu_is_stuck
+    _gpu_is_stuck = True
 
 
-def gpu_is_lost() -> bool:
-    """Whether :func:`lose_gpu` was called in this process."""
-    return _gpu_is_lost
+def gpu_is_stuck() -> bool:
+    """Whether :func:`note_stuck_gpu` was called in this process."""
+    return _gpu_is_stuck

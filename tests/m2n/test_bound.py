@@ -291,7 +291,7 @@ def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
         return bool(done()) and ends
 
     monkeypatch.setattr(waiting, "_left_running", kept)
-    monkeypatch.setattr(waiting, "_gpu_is_lost", False)
+    monkeypatch.setattr(waiting, "_gpu_is_stuck", False)
     monkeypatch.setattr(library, "_process", library._Process())
     monkeypatch.setattr(transport, "gpu_ends_within", lambda *_: reshards_end)
     monkeypatch.setattr(streams, "gpu_ends_within", ended)
@@ -314,7 +314,7 @@ def test_what_a_failed_refit_may_still_use_is_kept_until_the_gpu_has_ended_it(
         with pytest.raises(RefitTimeout):
             made.run(StageClock(torch.device("cpu")))
         assert bool(library._process.lost) != reshards_end, "before any communicator is given up"
-        assert waiting.gpu_is_lost() != reshards_end
+        assert waiting.gpu_is_stuck() != reshards_end
         made.unbind(failed=True)
         gc.collect()
         return [one() is not None for one in alive], everything <= set(looked_at)

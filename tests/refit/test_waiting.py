@@ -152,13 +152,13 @@ def test_a_communicator_is_not_given_up_where_the_gpu_does_not_end_its_work(
     group.device, group.rank, group._owns = torch.device("cuda"), 0, True
     asked: list[str] = []
     backend = SimpleNamespace(abort=lambda: asked.append("abort"), shutdown=lambda: asked.append("shutdown"))
-    monkeypatch.setattr(waiting, "_gpu_is_lost", False)
+    monkeypatch.setattr(waiting, "_gpu_is_stuck", False)
     # Work that is left running may end once its communicator has been given up.
     waiting.leave_running("kernels")
     group._backends = [backend]
     group.close(failed=True)
     assert asked == ["abort"]
-    waiting.lose_gpu()
+    waiting.note_stuck_gpu()
     for failed in (False, True):
         group._backends = [backend]
         group.close(failed=failed)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ...comm.group import Group
-from ...comm.waiting import PAUSE_S, gpu_ends_within, leave_running, lose_gpu
+from ...comm.waiting import PAUSE_S, gpu_ends_within, leave_running, note_stuck_gpu
 from ...errors import end_all
 from ...layout import Fragment
 from ...plan import aligned
@@ -141,7 +141,7 @@ class M2nTransport(P2PTransport):
     def _lose_wedged(self) -> None:
         """After a failure: wait for some seconds until all reshards have ended; the library is lost to this process if they don't."""
         if not gpu_ends_within(lambda: all(one.query() for one in self._arrived), _RESHARDS_END_WITHIN):
-            lose_gpu()
+            note_stuck_gpu()
             leave_running("reshards of nccl.m2n", self._communicators, *self._memory_used)
             lose(
                 "a reshard of nccl.m2n has not ended on this process's GPU, since a rank died or stopped in the middle of it"
@@ -212,7 +212,7 @@ class M2nTransport(P2PTransport):
         void = self._check_moved()
         # In the library's time, too: the group's own wait would give its communicators up while a reshard is still under way.
         with clock.waiting():
-            self._communicators.in_time(partial(self._await_landing, stop), "transfer", stop)
+            self._communicators.in_time(partial(_wait_for, self._landed_batches, stop), "transfer", stop)
         caller = torch.cuda.current_stream()
         try:
             self._compare(reshards.checksums, self._sums_exchanged, self._sums_compared, clock)
@@ -229,16 +229,12 @@ class M2nTransport(P2PTransport):
             reshards.checksums.begin_landed(refit)
             for index, batch in enumerate(reshards.batches):
                 before = index - _AHEAD * len(self._lane_streams)
-                with clock.waiting():
-                    while before >= 0 and not stop.is_set() and not self._landed_batches[before].query():
-                        time.sleep(PAUSE_S)
+                if before >= 0:
+                    with clock.waiting():
+                        _wait_for([self._landed_batches[before]], stop)
                 if stop.is_set():
                     return
                 self._submit_batch(reshards, batch, index, refit, clock)
-
-    def _await_landing(self, stop: threading.Event) -> None:
-        while not stop.is_set() and not all(one.query() for one in self._landed_batches):
-            time.sleep(PAUSE_S)
 
     def _submit_batch(
         self, reshards: BoundReshards, batch: BoundBatch, index: int, refit: int, clock: StageClock
@@ -270,3 +266,9 @@ class M2nTransport(P2PTransport):
             summing.wait_event(after[index])
             with summing.timed(clock, "verify", event[index]):
                 add_due(checks, refit, sums)
+
+
+def _wait_for(events: Sequence[Event], stop: threading.Event) -> None:
+    """Until all have happened, or ``stop`` is set."""
+    while not stop.is_set() and not all(event.query() for event in events):
+        time.sleep(PAUSE_S)
