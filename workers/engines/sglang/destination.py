@@ -353,6 +353,8 @@ def meta_twin(runner: Any) -> Iterator[nn.Module]:
     config = runner.model_config
     # SGLang shares rotary embeddings in the process; later models must not get the twin's.
     rotary = dict(factory._ROPE_DICT)
+    # SGLang sets it back only where nothing fails.
+    dtype = torch.get_default_dtype()
     try:
         with set_default_torch_dtype(config.dtype), torch.device("meta"), NumbersStayReal():
             quantization = _get_quantization_config(config, runner.load_config)
@@ -368,5 +370,6 @@ def meta_twin(runner: Any) -> Iterator[nn.Module]:
             twin.post_load_weights = lambda *args, **kwargs: None
         yield twin
     finally:
+        torch.set_default_dtype(dtype)
         factory._ROPE_DICT.clear()
         factory._ROPE_DICT.update(rotary)
