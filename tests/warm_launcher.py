@@ -149,7 +149,9 @@ def launch() -> None:
 def _server_of_workers(folder: str, address: str) -> str:
     """Ray reads as it loads of which cluster a worker is, and of which job: each has a server that has loaded it so."""
     read = sorted(
-        pair for pair in os.environ.items() if pair[0].startswith("RAY_") and not pair[0].startswith(_ASKED_FOR)
+        pair
+        for pair in os.environ.items()
+        if pair[0].startswith("RAY_") and not pair[0].startswith(_ASKED_FOR)
     )
     own = os.path.join(folder, hashlib.sha1(repr(read).encode()).hexdigest()[:16])
     with open(os.path.join(folder, "lock"), "w") as lock:
