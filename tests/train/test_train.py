@@ -39,14 +39,14 @@ KEYS = {
     "step", "reward/mean", "val/reward", "generation_kl", "loss", "time/step", "refit/seconds", "refit/bytes_bulk",
     "refit/bytes_misc", "refit/kept_gb_per_s",
 }  # fmt: skip
-# Half of the demo's prompts: it learns as well at first.
+# A quarter of the demo's prompts: it learns nearly as well at first.
 RUN = (
-    *("train", "recipe=grpo_tiny", "name=died", "algorithm.prompts_per_step=32"),
+    *("train", "recipe=grpo_tiny", "name=died", "algorithm.prompts_per_step=16"),
     *("checkpoint.every=2", "ray.timeout_s=200"),
 )
 GO_ON = (*RUN, "algorithm.steps=50")
-# Of the demo, before it loses a rank. Over seeds the last five of these steps earn 0.29 to 0.33 on average.
-LEARNED = 24
+# Of the demo, before it loses a rank. Over seeds the last five of these steps earn 0.28 to 0.29 on average.
+LEARNED = 26
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _train_with_vllm(folder: Path, ray_address: str) -> tuple[Path, int, str]:
 
 @keeping_time
 def train_with_vllm(folder: Path) -> tuple[Path, int, str]:
-    return on_shared_cluster(_train_with_vllm, folder)
+    return on_shared_cluster(_train_with_vllm, folder, draws=True)
 
 
 AHEAD = (run_the_demo_twice, train_with_vllm)
