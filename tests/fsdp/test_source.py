@@ -92,9 +92,7 @@ def _writes_on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
 
 
 def test_writes_are_counted_that_reach_shards_through_their_dtensors(tmp_path: Path) -> None:
-    ranks = run_ranks(
-        _writes_on_two_ranks, 2, make_model("qwen3-tied", tmp_path / "model"), timeout_s=120.0
-    )
+    ranks = run_ranks(_writes_on_two_ranks, 2, make_model("qwen3-tied", tmp_path / "model"), timeout_s=120.0)
     for found in ranks:
         every = found.pop("all")
         written = {how: names for how, names in found.items() if names}
