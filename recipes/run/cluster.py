@@ -99,9 +99,13 @@ def _out_of_the_drivers_process_group() -> Iterator[None]:
     """Ray's servers that start meanwhile get groups of their own.
 
     SIGTERM often goes to the whole group of a command (``timeout``, supervisors, cancelled jobs), and is for the driver,
-    which needs them until its step is saved. Ray keeps SIGINT from them, and has no setting for other signals.
+    which needs them until its step is saved. Ray keeps SIGINT from them, and has no setting for other signals. A Ray that starts
+    them by another function leaves them in the driver's.
     """
-    before = services.ConsolePopen
+    before = getattr(services, "ConsolePopen", None)
+    if before is None:
+        yield
+        return
     services.ConsolePopen = partial(before, process_group=0)
     try:
         yield
