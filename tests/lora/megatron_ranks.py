@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from rlrefit.workers.lora import PREFIX, SETTINGS_NAME, AdapterSettings, split_name
 from tests.families.cases import Layout
@@ -80,6 +82,7 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
     from rlrefit.integration.errors import RefitError
     from rlrefit.workers.trainers.megatron.adapter_source import AdapterSource
     from rlrefit.workers.trainers.megatron.source import MegatronSource
+    from rlrefit.workers.trainers.offload import Residence
 
     def told(work: Callable[[], object]) -> str:
         try:
@@ -105,11 +108,42 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
         wrappers[0].enable_adapter_layers()
     found["disabled elsewhere"] = told(source.prepare)
     wrappers[0].enable_adapter_layers()
+    source.fragments()  # so that prepare gathers factors
+    base, factor = wrappers[0].to_wrap, wrappers[0].adapter.linear_in
+    refusing = mock.patch.object(Residence, "finish_gathers", side_effect=RefitError("old", stage="export"))
+    ways: dict[str, AbstractContextManager[Any]] = {
+        "ungathered elsewhere": refusing,
+        "replaced elsewhere": mock.patch.dict(base._parameters, weight=torch.nn.Parameter(torch.zeros(1))),
+        "away elsewhere": _away(base.weight),
+        "factor replaced elsewhere": mock.patch.dict(
+            factor._parameters, weight=torch.nn.Parameter(torch.zeros(1))
+        ),
+        "factor away elsewhere": _away(factor.weight),
+    }
+    for way, spoiled in ways.items():
+        with spoiled if parallel_state.get_tensor_model_parallel_rank() == 1 else nullcontext():
+            found[way] = told(source.prepare)
+        # The failing rank's next collective would end the one in which it had left the other.
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    source.prepare()
     wrappers[0].adapter.alpha = 1
     found["other scaling"] = told(source.prepare)
     next(model[0].parameters()).requires_grad_(True)
     found["trained beside"] = told(lambda: AdapterSource(bridge, model))
     return found
+
+
+@contextmanager
+def _away(tensor: torch.Tensor) -> Iterator[None]:
+    """Its storage is freed, and no copy of it is known."""
+    storage, values = tensor.untyped_storage(), tensor.detach().clone()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    try:
+        yield
+    finally:
+        storage.resize_(nbytes)
+        tensor.data.copy_(values)
 
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:

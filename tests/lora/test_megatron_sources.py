@@ -37,6 +37,8 @@ CASES = {
 }
 
 
+# In which one rank of a group of tensor parallelism can't send, of which the other has to hear.
+WAYS = ("disabled", "ungathered", "replaced", "away", "factor replaced", "factor away")
 OTHERS = {
     "exchanged": Case("llama", Layout(tp=4), exchanged=True),
     REFUSED: Case("qwen3_moe", Layout(tp=2, etp=2)),
@@ -98,7 +100,7 @@ def test_an_adapter_that_bridge_splits_in_another_way_than_its_weight_goes_throu
         ("dora", "is no plain LoRA"),
         ("expert tensor parallelism", "expert_tensor_parallel_size=1"),
         ("disabled", "adapters are disabled"),
-        ("disabled elsewhere", "rank 1 of the trainer can't send"),
+        *((f"{way} elsewhere", "rank 1 of the trainer can't send") for way in WAYS),
         ("other scaling", "other ranks or scalings"),
         ("trained beside", "are no factors"),
     ],

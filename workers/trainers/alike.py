@@ -23,7 +23,7 @@ def require_alike(
     its values for theirs.
 
     Args:
-        look: takes part in no collective.
+        look: takes part in no collective of these groups.
         what: it tells, for the error.
         groups: one after another, they join all ranks that gather together (the dimensions of a mesh, say); none where each is alone.
         device: of the collectives.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,20 +86,25 @@ class MergedWeights:
             copy = self._copies[index] = parameter_like(weight, torch.empty_like(weight.data))
         return dataclasses.replace(task, param_weight=copy)
 
-    def refresh(self, tasks: Sequence[Any]) -> None:
+    def refresh(self, ready: Callable[[], Sequence[Any]]) -> None:
         """Merge what parameters and factors hold now; a collective of each group of tensor parallelism.
 
         Args:
-            tasks: as the source was built with, their parameters where they are now.
+            ready: gives the tasks as the source was built with, their parameters where they are now, or raises if this rank can't send its weights.
 
         Raises:
-            RefitError: on all ranks of the group: on one the model does not compute with its adapters, or has others.
+            RefitError: on all ranks of the group: what ``ready`` raised on one, or on one the model does not compute with its
+                adapters, has others, or has none of their values.
         """
         from megatron.core import parallel_state
 
+        tasks: Sequence[Any] = ()
+
         def same() -> str:
+            nonlocal tasks
+            tasks = ready()
             self._adapters.require_same()
-            self._adapters.follow()
+            self._adapters.resident()
             return ""  # ranks of the group may hold other experts' adapters
 
         tensor_parallel = parallel_state.get_tensor_model_parallel_group()

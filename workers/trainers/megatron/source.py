@@ -140,11 +140,10 @@ class MegatronSource:
         return held, refused, frozenset(native)
 
     def prepare(self) -> None:
-        self._residence.finish_gathers()
-        # Where all weights are exported, nobody asks for the storage key.
-        self._follow_parameters()
-        if self._merged is not None:
-            self._merged.refresh(self._residence.tasks(self._tasks))
+        if self._merged is None:
+            self._finish_parameters()
+        else:
+            self._merged.refresh(self._resident)
 
     @property
     def prepares_alone(self) -> bool:
@@ -192,6 +191,17 @@ class MegatronSource:
             self._adapters.follow()
             owned += self._adapters.parameters()
         return writes_of((name, w) for name, w in owned if w is not None and not is_native(w))
+
+    def _finish_parameters(self) -> None:
+        self._residence.finish_gathers()
+        # Where all weights are exported, nobody asks for the storage key.
+        self._follow_parameters()
+
+    def _resident(self) -> list[Any]:
+        """The tasks, finished, with the parameters where they are now."""
+        self._finish_parameters()
+        found: list[Any] = self._residence.tasks(self._tasks)
+        return found
 
     def _follow_parameters(self) -> None:
         if self._places.follow(self._tasks):
