@@ -87,9 +87,13 @@ def local_fragments(
         local: its local tensor, any strides; the fragments are views of it.
 
     Raises:
-        ValueError: the local tensor has not the shape that the placements give it, or ``rank`` is not in the mesh.
+        ValueError: the local tensor has not the shape that the placements give it, and either has elements; or ``rank`` is not in
+            the mesh.
     """
     expected = local_shape(shape, mesh, placements, rank)
+    # FSDP makes (0, 0) of an empty shard of tensor parallelism, where the placements give (1, 0).
+    if not local.numel() and 0 in expected:
+        return []
     if tuple(local.shape) != expected:
         raise ValueError(
             f"{name}: the local tensor of rank {rank} has shape {tuple(local.shape)}, but placements {placements} "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor import Replicate as TheirReplicate
 from torch.distributed.tensor import Shard as TheirShard
@@ -20,6 +21,7 @@ from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
 )
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,6 +33,7 @@ from rlrefit.integration.layout import (
     StridedShard,
     boxes_of,
     dtensor_fragments,
+    layout_of,
     local_fragments,
     local_shape,
     mesh_of,
@@ -190,6 +193,22 @@ def test_a_dtensor_elsewhere_has_no_fragments_here() -> None:
 def test_a_local_tensor_of_another_shape_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"model\.norm: the local tensor of rank 1 has shape \(4,\)"):
         local_fragments("model.norm", (7,), Mesh.line([0, 1]), [Shard(0)], 1, torch.zeros(4))
+
+
+def test_no_local_elements_where_the_placements_give_some_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.norm: the local tensor of rank 1 has shape \(0,\)"):
+        local_fragments("model.norm", (7,), Mesh.line([0, 1]), [Shard(0)], 1, torch.zeros(0))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_fsdp_makes_of_an_empty_shard_of_tensor_parallelism_has_no_fragments() -> None:
+    device_mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
+    layer = parallelize_module(torch.nn.Linear(1, 5), device_mesh["tp"], RowwiseParallel())
+    weight = fully_shard(layer, mesh=device_mesh["shard"]).weight
+    assert isinstance(weight, DTensor)
+    mesh, placements = layout_of(weight)
+    assert tuple(weight.to_local().shape) != local_shape((5, 1), mesh, placements, dist.get_rank())
+    assert dtensor_fragments("w", weight) == []
 
 
 @pytest.mark.usefixtures("process_group")
