@@ -119,12 +119,14 @@ class RefitEngine:
         channel: of the epoch.
 
     Raises:
-        ValueError: there is no way of that name; lists those that there are.
+        RefitError: there is no way of that name; lists those that there are.
     """
 
     def __init__(self, name: str, config: RefitConfig, world: RefitWorld, channel: Channel):
         if name not in WAYS:
-            raise ValueError(f"there is no refit engine {name!r}; use {', '.join(WAYS)}")
+            raise RefitError(
+                f"there is no refit engine {name!r}; use {', '.join(WAYS)}", stage="settings", rank=world.rank
+            )
         self.name = name
         self.way = WAYS[name]
         self.config = config
