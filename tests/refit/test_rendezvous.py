@@ -345,7 +345,8 @@ def knock_only(meeting: Rendezvous) -> socket.socket:
 def takes_connections(meeting: Rendezvous) -> bool:
     try:
         knock_only(meeting).close()
-    except ConnectionRefusedError:
+    # The kernel resets a connection that is half made as the listener closes.
+    except (ConnectionRefusedError, ConnectionResetError):
         return False
     return True
 
