@@ -1,6 +1,6 @@
 """An FP8 KV cache in a real SGLang engine on one GPU, whose scales come with refits from a trainer in this process.
 
-Keys are so small that a cache without scales loses nearly all of them. Log-probabilities of given tokens, behind a prefix that is
+Values are so small that a cache without scales loses nearly all of them. Log-probabilities of given tokens, behind a prefix that is
 read from the cache, are compared with those of an engine whose cache is BF16.
 """
 
@@ -41,14 +41,17 @@ SMALL = 2.0**-10
 PREFIX, REST = [5 + 7 * i % 1000 for i in range(96)], [11 + 13 * i % 1000 for i in range(32)]
 
 
-def write_small_keys(path: Path, seed: int) -> str:
-    """A Qwen3 whose keys are small and whose queries are as much larger."""
+def write_small_values(path: Path, seed: int) -> str:
+    """A Qwen3 whose values are small and whose output projections are as much larger.
+
+    Keys stay as they are: queries would have to be larger by as much, and become FP8 without a scale.
+    """
     write_checkpoint(path, seed, fp8=False)
     tensors = read_checkpoint(str(path))
     for name in tensors:
-        if name.endswith("k_norm.weight"):
+        if name.endswith("v_proj.weight"):
             tensors[name] *= SMALL
-        elif name.endswith("q_norm.weight"):
+        elif name.endswith("o_proj.weight"):
             tensors[name] /= SMALL
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return str(path)
@@ -62,7 +65,7 @@ def scales(keys: float, values: float) -> dict[str, float]:
 
 
 # A normed head of 64 numbers has none above 8, and its weights few above 1.5.
-CALIBRATED = (scales(12 * SMALL, 16.0), scales(16 * SMALL, 24.0))
+CALIBRATED = (scales(12.0, 16 * SMALL), scales(16.0, 24 * SMALL))
 ONES = scales(448.0, 448.0)
 
 
@@ -94,8 +97,8 @@ class Trainer(KvScaleSource):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("small keys")
-    return [write_small_keys(folder / f"{seed}", seed) for seed in (1, 2)]
+    folder = tmp_path_factory.mktemp("small values")
+    return [write_small_values(folder / f"{seed}", seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")

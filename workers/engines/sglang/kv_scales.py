@@ -7,9 +7,9 @@ checkpoint's scales. Here all cached layers get them, as ``BaseKVCacheMethod.pro
 
 What reads them is the attention backend's:
 
-- FlashAttention 3 (``fa3``) reads the tensors, so that CUDA graphs see new values. But it turns queries into FP8 without a scale,
-  and uses none for heads wider than 256.
-- ``triton`` reads the numbers, of which CUDA graphs keep those of the capture. It leaves queries alone.
+- FlashAttention 3 (``fa3``) reads the tensors, so that CUDA graphs see new values, and uses none for heads wider than 256.
+- ``triton`` reads the numbers, of which CUDA graphs keep those of the capture.
+- Both turn queries into FP8 without a scale; ``triton`` does it in its kernels, wherever it reads the cache (``q.to(k.dtype)``).
 - ``torch_native`` and ``intel_amx``, those of CPUs, read none, and store without. ``flashinfer`` reads a cached prefix without them
   (``forward_extend``). No other one was read.
 """
@@ -48,18 +48,16 @@ class _Backend:
 
     Attributes:
         on_host: whether it reads numbers. A CUDA graph keeps their values.
-        casts_queries: whether it turns queries into FP8, by no scale.
         widest_head: that it reads with a scale; None for any.
     """
 
     on_host: bool
-    casts_queries: bool
     widest_head: int | None = None
 
 
 _BACKENDS = {
-    "fa3": _Backend(on_host=False, casts_queries=True, widest_head=_FA3_HEAD),
-    "triton": _Backend(on_host=True, casts_queries=False),
+    "fa3": _Backend(on_host=False, widest_head=_FA3_HEAD),
+    "triton": _Backend(on_host=True),
 }
 
 
@@ -103,7 +101,7 @@ class SglangScaledCache:
         """As :meth:`ScaledCache.set`.
 
         Raises:
-            RefitError: queries are larger than a backend stores that has no scale for them.
+            RefitError: queries are larger than FP8 stores without a scale.
         """
         self._require_small_queries(scales)
         for layer, of_layer in scales.items():
@@ -119,16 +117,12 @@ class SglangScaledCache:
         }
 
     def _require_small_queries(self, scales: Mapping[AttentionLayer, Scales]) -> None:
-        casting = sorted(name for name in self._backends if _BACKENDS[name].casts_queries)
-        if not casting:
-            return
         large = [layer for layer, of_layer in scales.items() if not math.isnan(of_layer.q) and of_layer.q > 1]
         if large:
             raise RefitError(
                 f"queries of {', '.join(large)} were as large as FP8 stores without a scale when they were calibrated, with the "
-                f"margin that was asked for, and attention backend {', '.join(casting)} has none for queries: larger ones become "
-                "NaN. Start SGLang with attention_backend='triton' and disable_cuda_graph=True, or set "
-                "policy.refit.kv_scales=false with kv_cache_dtype='auto'",
+                "margin that was asked for, and SGLang has none for queries: larger ones are cut off or become NaN. Start SGLang with "
+                "kv_cache_dtype='auto', and set policy.refit.kv_scales=false",
                 stage="post_load",
                 parameter=large[0],
             )
