@@ -81,6 +81,10 @@ class ServingState:
         self.version = version
         self._dirty_since = None
 
+    def replaced(self) -> None:
+        """Called before weights are written that no refit brings: what this rank holds is no version's from here on."""
+        self.version = -1
+
     def require_clean(self) -> None:
         """To be called before generating.
 

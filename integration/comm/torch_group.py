@@ -272,7 +272,7 @@ class TorchGroup(Group):
         self.backend(0).allreduce([row], options).wait()
 
     def _first_broadcast(self, lane: int) -> None:
-        self.start_broadcast(torch.zeros(1, device=self.device), 0, lane).wait()
+        self.start_broadcast(torch.zeros(1, dtype=torch.float32, device=self.device), 0, lane).wait()
 
     def _run_at_once(self, start: Callable[[], None]) -> None:
         """Enqueue something and wait for it; may block without a limit."""

@@ -297,7 +297,7 @@ def _guarded(held: list[torch.Tensor]) -> list[tuple[Any, list[int]]]:
 
 def _guards_tell() -> bool:
     """Whether this torch has the guards, and they tell what a look asks of them."""
-    seen = torch.empty(2, 3, device="cpu")
+    seen = torch.empty(2, 3, dtype=torch.float32, device="cpu")
     others = seen.view(torch.int32), seen.view(3, 2), seen[:1], seen.as_strided((2, 3), (1, 2))
     try:
         [(guards, _)] = _guarded([seen])

@@ -91,13 +91,13 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from rlrefit.workers.engines.common.loader_trace.modules import IntegerTablesStayReal
+    from rlrefit.workers.engines.common.loader_trace.modules import NumbersStayReal
     from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 
     _stand_in_for_groups(case)
     config = _config(case)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-        with IntegerTablesStayReal():
+        with NumbersStayReal():
             model = initialize_model(vllm_config=config)
         alive.append(model)
         parameters = dict(model.named_parameters())

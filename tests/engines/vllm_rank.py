@@ -51,6 +51,8 @@ class _Worker:
 
     def compile_or_warm_up_model(self) -> None: ...
 
+    def reload_weights(self) -> None: ...
+
 
 class _Rank(SessionEngine):
     def __init__(self, rank: int, paths: list[str]) -> None:

@@ -229,6 +229,7 @@ def test_a_worker_tells_the_scales_in_use_once_a_trainer_brings_any(model: Model
         sleep=lambda: None,
         wake_up=lambda: None,
         compile_or_warm_up_model=lambda: None,
+        reload_weights=lambda: None,
     )
     refit = WorkerRefit(worker)
     with pytest.raises(RefitError, match=r"no trainer has been met with policy\.refit\.kv_scales=true"):

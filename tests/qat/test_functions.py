@@ -9,6 +9,7 @@ from torch.nn import functional
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4 import Arithmetic
 from rlrefit.workers.trainers.qat.functions import fake_weight, linear, straight_through
+from rlrefit.workers.trainers.qat.scales import InputScales
 
 
 def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,3 +51,19 @@ def test_the_largest_element_is_never_cut_off_by_the_scale_made_of_it(dtype: tor
     largest = (torch.rand(5000, generator=torch.Generator().manual_seed(2)) * 10).to(dtype)
     assert nvfp4.in_range(largest, nvfp4.global_scale(largest)).all()
     assert not nvfp4.in_range(largest * 1.01, nvfp4.global_scale(largest)).any()
+
+
+def test_scales_of_inputs_are_loaded_as_they_were_saved_whatever_the_default_dtype_of_the_process_is() -> (
+    None
+):
+    saved = {"model.layers.0.mlp.down_proj": 1.2345678806304932}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scales = InputScales(
+            ["model.layers.0.mlp.down_proj.weight"], torch.device("cpu"), None, dynamic=False
+        )
+        scales.load_state_dict(saved)
+    finally:
+        torch.set_default_dtype(before)
+    assert scales.state_dict() == saved

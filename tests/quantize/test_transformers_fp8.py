@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from rlrefit.integration.layout import box_of
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.loader_trace.quantized import on_the_wire
 from rlrefit.workers.engines.transformers.destination import TransformersFp8Destination
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.delta import scene
@@ -78,6 +79,20 @@ def test_the_model_has_the_values_of_fp8_after_every_refit(experts: bool, engine
         assert set(routes.values()) <= {"bulk", "unused"}
     codes = sum(spec.nbytes // 2 for spec in specs if _quantized(spec))
     assert destination.kept_bytes < sum(p.nbytes for p in model.parameters()) - codes + 4096
+
+
+def test_scales_are_held_in_float32_whatever_the_default_dtype_of_the_process_is() -> None:
+    model, specs = _model(experts=True), FSDPSource(_model(experts=True)).specs()
+    destination = TransformersFp8Destination(model, 0, 1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        formats = destination.quantized(specs)
+        held, _ = destination.fragments(on_the_wire(specs, formats))
+    finally:
+        torch.set_default_dtype(before)
+    scales = [fragment.view.dtype for fragment in held if fragment.name.endswith("_scale_inv")]
+    assert scales == [torch.float32] * len(formats)
 
 
 def test_the_model_has_the_values_of_fp8_after_sparse_refits_also_once_a_trainer_was_followed() -> None:

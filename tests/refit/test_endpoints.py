@@ -57,6 +57,20 @@ def look_with_other_guards() -> Ask:
         return StorageLook().key
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_look_needs_no_default_dtype_of_the_process(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        look, parameters = StorageLook(), views_of_one_storage()
+        key = look.key(parameters)
+        assert look.key(parameters) is key
+        parameters[1].data = parameters[1].data.clone()
+        assert look.key(parameters) != key
+    finally:
+        torch.set_default_dtype(before)
+
+
 # Made for each test: a look remembers what it was shown.
 ways = pytest.mark.parametrize(
     "way",

@@ -43,6 +43,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied PP2": ("tied", {"layout": Layout(pipeline=2)}),
     "dense TP2 packed": ("dense_fp32", {"layout": Layout(tensor=2), "packed": True}),
     "fp8 TP2": ("fp8", {"layout": Layout(tensor=2)}),
+    "dense by transformers TP2": (
+        "dense",
+        {"layout": Layout(tensor=2), "more": {"model_impl": "transformers"}},
+    ),
+    "dense with room in host memory": ("dense", {"more": {"cpu_offload_gb": 1}}),
 }
 PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed")]
 # Experts of a size that stays as it is loaded or, of a vLLM that packs all on CPUs, is packed without padding on two ranks too.
@@ -202,7 +207,11 @@ def test_every_family_of_the_table_is_refitted_here():
 
 
 @pytest.mark.parametrize(
-    "case", ["tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"]
+    "case",
+    [
+        *("tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"),
+        *("dense by transformers TP2", "dense with room in host memory"),
+    ],
 )
 def test_weights_that_are_not_padded_all_take_the_bulk_path(results: Results, case: str):
     parts = OWN_PARTS if case == "moe packable" else (*OWN_PARTS, *PADDED_PARTS)

@@ -17,14 +17,19 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.offloader import get_offloader
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitTimeout
 from rlrefit.integration.weights.endpoints import gives_memory_back
 from rlrefit.workers.engines.common import traced_destination
 from rlrefit.workers.engines.common.answers import failure, heard, raise_refit_errors, told
-from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
+from rlrefit.workers.engines.common.loader_trace.modules import (
+    NumbersStayReal,
+    owners_of,
+    spread_over_modules,
+)
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
-from rlrefit.workers.engines.vllm import patches, plugin
+from rlrefit.workers.engines.vllm import destination, patches, plugin
 from rlrefit.workers.engines.vllm.completeness import check_complete
 from rlrefit.workers.engines.vllm.copies import Copies, require_read_hooks
 from rlrefit.workers.engines.vllm.destination import VllmDestination
@@ -414,6 +419,33 @@ def test_weights_that_come_from_elsewhere_before_each_step_or_are_lent_to_others
     VllmDestination(nn.Linear(2, 2), SimpleNamespace(**own | kept), torch.device("cpu"))
 
 
+def test_a_model_that_can_not_be_built_twice_is_refused_and_nothing_of_the_process_has_changed(monkeypatch):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        model_config=SimpleNamespace(dtype=BF16),
+        compilation_config=SimpleNamespace(),
+        lora_config=None,
+    )
+    engine = VllmDestination(nn.Linear(2, 2), config, torch.device("cpu"))
+    monkeypatch.setattr(destination, "initialize_model", lambda **_: torch.empty(2).tolist())
+    before = torch.get_default_dtype(), get_offloader()
+    with pytest.raises(PlanError, match="Linear") as refused:
+        engine.fragments([("weight", (2, 2), BF16)])
+    assert refused.value.stage == "trace"
+    assert isinstance(refused.value.__cause__, NotImplementedError)
+    assert (torch.get_default_dtype(), get_offloader()) == before
+
+
+def test_values_that_a_constructor_reads_are_there_in_a_model_without_memory():
+    with torch.device("meta"), NumbersStayReal():
+        weight, experts = torch.empty(3), torch.full((4,), -1, dtype=torch.int32)
+        factor = torch.tensor(0.5, dtype=BF16)
+    assert weight.is_meta
+    assert (experts.tolist(), factor.detach().cpu().float().item()) == ([-1] * 4, 0.5)
+    assert (factor * weight).is_meta
+
+
 def test_memory_is_given_back_between_refits_where_the_engine_may_sleep_unless_its_driver_never_lets_it():
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(enable_eplb=False),
@@ -429,7 +461,8 @@ def test_memory_is_given_back_between_refits_where_the_engine_may_sleep_unless_i
         device=torch.device("cpu"),
         reset_encoder_cache=lambda: None,
     )
-    calls = dict.fromkeys(("sleep", "wake_up", "compile_or_warm_up_model"), lambda: None)
+    names = ("sleep", "wake_up", "compile_or_warm_up_model", "reload_weights")
+    calls = dict.fromkeys(names, lambda: None)
     refit = WorkerRefit(SimpleNamespace(vllm_config=config, model_runner=runner, **calls))
     assert gives_memory_back(refit.destination)
     refit.stays_awake = True

@@ -212,6 +212,9 @@ class _Worker(Refitted):
     def load_model(self) -> None:
         pass
 
+    def reload_weights(self, weights_path: str) -> None:
+        nn.init.ones_(self.model_runner.model.weight)
+
     def sleep(self, level: int = 1) -> None:
         self.slept.append(level)
 
@@ -350,12 +353,25 @@ def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatc
     assert worker.run(2) == "ran 2"
 
 
+def test_weights_that_vllm_reloads_are_no_version_s_and_do_not_make_whole_what_a_refit_left_in_part():
+    worker: Any = _Worker()
+    refit = WorkerRefit.of(worker)
+    refit.refit_state.commit(3)
+    assert refit.serving_version() == 3
+    worker.reload_weights(weights_path="elsewhere")
+    assert refit.serving_version() == -1
+    refit.refit_state.mark_dirty(4)
+    worker.reload_weights(weights_path="elsewhere")
+    with pytest.raises(EngineDirty):
+        refit.serving_version()
+
+
 @pytest.mark.parametrize("backend", [None, "rlrefit"])
 def test_workers_of_others_are_guarded_where_they_were_started_with_our_backend_alone(backend: str | None):
     class Foreign:
         __init__, load_model, run = _Worker.__init__, _Worker.load_model, _Worker.run
         sleep, wake_up = _Worker.sleep, _Worker.wake_up
-        compile_or_warm_up_model = _Worker.compile_or_warm_up_model
+        compile_or_warm_up_model, reload_weights = _Worker.compile_or_warm_up_model, _Worker.reload_weights
 
     guard_loaded_models(Foreign)
     foreign: Any = Foreign("dummy")

@@ -319,7 +319,7 @@ def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorS
         reset_encoder_cache=_nothing,
     )
     # What rlrefit wraps of vLLM's worker.
-    worker.compile_or_warm_up_model = worker.sleep = worker.wake_up = _nothing
+    worker.compile_or_warm_up_model = worker.sleep = worker.wake_up = worker.reload_weights = _nothing
     worker.vllm_config, worker.rank = config, rank
     answer = json.loads(json.dumps(worker.refit_formats([spec.to_json() for spec in specs])))
     [formats] = raise_refit_errors([answer])

@@ -403,7 +403,9 @@ def loaded(case: Case, path: str = "") -> tuple[torch.nn.Module, Any]:
     """A model that vLLM's own loader made of ``path``, or of the case's first checkpoint, and its configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.offloader import create_offloader, set_offloader
 
     config = _config(path or case.path_a, case)
+    set_offloader(create_offloader(config.offload_config))  # as a model runner does
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, cast
@@ -195,7 +195,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             return {}
         asked = _plain(specs), blocks
         if self._asked != asked:
-            with self._twin() as twin:
+            with self._built_twin() as twin:
                 trace = self._trace(twin, asked[0])
             self._promised = formats_of(specs, trace, blocks)
             self.agree(on_the_wire(specs, self._promised))
@@ -302,7 +302,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
                 parameter=absent[0],
             )
         blocks = self._blocks()
-        with self._twin() as twin:
+        with self._built_twin() as twin:
             before = dict(twin.named_parameters())
             trace = self._trace(twin, manifest)
             require_codes(trace, manifest, before, self._quantize_setting)
@@ -326,6 +326,23 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
+
+    @contextmanager
+    def _built_twin(self) -> Iterator[nn.Module]:
+        with ExitStack() as stack:
+            try:
+                twin = stack.enter_context(self._twin())
+            except RefitError:
+                raise
+            # Of any kind: it is whatever the engine's own code asks of tensors without values.
+            except Exception as error:
+                raise PlanError(
+                    f"where the loader of {type(self._model).__name__} puts weights can't be found out, since the model can't be built without "
+                    f"memory ({type(error).__name__}: {error}). Nothing was written. No refit of such a model is taken; leave out what the "
+                    "engine was started with beyond its defaults, or serve it by another engine",
+                    stage="trace",
+                ) from error
+            yield twin
 
     def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())

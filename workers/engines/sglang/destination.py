@@ -20,7 +20,7 @@ from torch import nn
 from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
-from ..common.loader_trace.modules import IntegerTablesStayReal
+from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import filled_buffers, require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
@@ -353,8 +353,10 @@ def meta_twin(runner: Any) -> Iterator[nn.Module]:
     config = runner.model_config
     # SGLang shares rotary embeddings in the process; later models must not get the twin's.
     rotary = dict(factory._ROPE_DICT)
+    # SGLang sets it back only where nothing fails.
+    dtype = torch.get_default_dtype()
     try:
-        with set_default_torch_dtype(config.dtype), torch.device("meta"), IntegerTablesStayReal():
+        with set_default_torch_dtype(config.dtype), torch.device("meta"), NumbersStayReal():
             quantization = _get_quantization_config(config, runner.load_config)
             twin = _initialize_model(config, runner.load_config, quantization).eval()
         if type(twin) is not type(runner.model):
@@ -368,5 +370,6 @@ def meta_twin(runner: Any) -> Iterator[nn.Module]:
             twin.post_load_weights = lambda *args, **kwargs: None
         yield twin
     finally:
+        torch.set_default_dtype(dtype)
         factory._ROPE_DICT.clear()
         factory._ROPE_DICT.update(rotary)

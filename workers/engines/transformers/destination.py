@@ -186,7 +186,7 @@ class TransformersFp8Destination(TransformersDestination):
         if held is None or held[0].device != device:
             held = self._memory[place] = (
                 torch.empty(fragment.view.shape, dtype=torch.float8_e4m3fn, device=device),
-                torch.empty([stop - start for start, stop in scale_box], device=device),
+                torch.empty([stop - start for start, stop in scale_box], dtype=torch.float32, device=device),
             )
         return held
 

@@ -68,6 +68,9 @@ WORKER = (
         ("restore_metadata", "restore_device", "load_numel", "loaded_weights", "kernel_tensors"),
     ),
     Needed("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names"),
+    Needed("vllm.model_executor.offloader", "NoopOffloader"),
+    Needed("vllm.model_executor.offloader", "get_offloader"),
+    Needed("vllm.model_executor.offloader", "set_offloader", ("instance",)),
     Needed(f"{_LAYERS}.rotary_embedding", "_ROPE_DICT"),
     Needed(f"{_LAYERS}.attention", "Attention"),
     Needed(f"{_LAYERS}.attention", "MLAAttention.process_weights_after_loading", ("act_dtype",)),
@@ -80,6 +83,7 @@ WORKER = (
     Needed("vllm.v1.worker.gpu_worker", "Worker.load_model"),
     Needed("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.reload_weights"),
     Needed("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
 )
 # Of each worker's model runner, whose class is V1's or V2's.

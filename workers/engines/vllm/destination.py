@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.errors import RefitError
@@ -28,7 +29,7 @@ from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
-from ..common.loader_trace.modules import IntegerTablesStayReal
+from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
@@ -45,6 +46,8 @@ from .packed_layers import KernelState, PackedLayers
 from .packed_making import Making, PackedForm
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
+# Of models that transformers computes and vLLM serves.
+_TRANSFORMERS = "vllm.model_executor.models.transformers"
 # Of vLLM from 0.32 on: weights in GPU memory of another process.
 _WEIGHT_CACHE = "ipc_cache"
 
@@ -360,9 +363,10 @@ def meta_twin(
     """
     with (
         _shared_state_kept(model),
+        _own_layers_kept(type(model)),
         set_default_torch_dtype(vllm_config.model_config.dtype),
         torch.device("meta"),
-        IntegerTablesStayReal(),
+        NumbersStayReal(),
     ):
         twin = initialize_model(vllm_config=_twin_config(vllm_config), model_config=model_config).eval()
         _tie_as(model, twin, is_own)
@@ -424,16 +428,49 @@ def _twin_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 @contextmanager
+def _own_layers_kept(kind: type[nn.Module]) -> Iterator[None]:
+    """Let vLLM's backend for transformers' models give memory to none of the twin's parameters, and leave vLLM's own as they are.
+
+    In the live model those on the meta device are transformers' own, and it puts plain parameters with memory in their places. In
+    the twin all are there, and vLLM's own would lose their loaders.
+    """
+    if not kind.__module__.startswith(_TRANSFORMERS):
+        yield
+        return
+
+    def init_parameters(model: nn.Module, module: nn.Module, dtype: torch.dtype | None = None) -> None:
+        for holder in module.modules():
+            for name, parameter in holder.named_parameters(recurse=False):
+                if not hasattr(parameter, "weight_loader"):
+                    as_loaded = torch.empty_like(parameter.data, dtype=dtype or model.model_config.dtype)
+                    setattr(holder, name, nn.Parameter(as_loaded))
+
+    kind.init_parameters = init_parameters  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        # What it inherits is there again.
+        del kind.init_parameters  # type: ignore[attr-defined]
+
+
+@contextmanager
 def _shared_state_kept(model: nn.Module) -> Iterator[None]:
-    """Undo what building the twin does to state of the process that the live model uses too."""
+    """Undo what building the twin does to state of the process that the live model uses too, also where it fails."""
     kept = [
         (info, info.restore_metadata, info.restore_device)
         for info in map(get_layerwise_info, model.modules())
     ]
     rotary = dict(rotary_embedding._ROPE_DICT)
+    # vLLM sets it back only where nothing fails.
+    dtype = torch.get_default_dtype()
+    # It would look for the twin's weights on the meta device, or count them beside the live ones.
+    offloader = get_offloader()
+    set_offloader(NoopOffloader())
     try:
         yield
     finally:
+        set_offloader(offloader)
+        torch.set_default_dtype(dtype)
         for info, metadata, device in kept:
             info.restore_metadata, info.restore_device = metadata, device
         rotary_embedding._ROPE_DICT.clear()

@@ -28,8 +28,8 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     """Guard a worker's weights from here on.
 
     Args:
-        worker: vLLM's worker. Its ``sleep``, ``wake_up`` and ``compile_or_warm_up_model``, and its model runner's
-            ``execute_model``, are wrapped on the instance, which is where vLLM's executor looks them up.
+        worker: vLLM's worker. Its ``sleep``, ``wake_up``, ``reload_weights`` and ``compile_or_warm_up_model``, and its model
+            runner's ``execute_model``, are wrapped on the instance, which is where vLLM's executor looks them up.
         state: whose dirtiness forbids steps.
     """
     guard = WeightsGuard(
@@ -82,6 +82,7 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     call_before(worker, "sleep", before_sleep)
     call_after(worker, "sleep", slept)
     call_after(worker, "wake_up", woke)
+    call_before(worker, "reload_weights", lambda *_, **__: state.replaced())
     return guard
 
 

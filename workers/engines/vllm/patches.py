@@ -20,7 +20,7 @@ what is changed                                 why                             
 .. [4] Of a vLLM that has it; later ones pack all experts on CPUs, which take the misc path.
 .. [5] Of a vLLM that loses it; later ones count the tokens in flight.
 
-:mod:`.guard` wraps a worker's ``sleep``, ``wake_up`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
+:mod:`.guard` wraps a worker's ``sleep``, ``wake_up``, ``reload_weights`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
 patches nothing: it starts a thread.
 """
 

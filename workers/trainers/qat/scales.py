@@ -31,7 +31,7 @@ def _maximum_over(
         values = work()
     except Exception as error:  # whatever it is, the others must hear of it before it is raised
         failure = error
-        values = torch.zeros(size, device=rank_device())
+        values = torch.zeros(size, dtype=torch.float32, device=rank_device())
     # What a maximum makes of a NaN is up to the backend.
     values = torch.cat([values, values.new_tensor([failure is not None])]).nan_to_num(
         nan=torch.inf, posinf=torch.inf
@@ -85,7 +85,7 @@ class WeightScales:
         self._table: tuple[list[int], MagnitudeTable | None] = [], None
         self._storage: object = None
         # Of what this rank holds, as it was at the last refresh.
-        self._largest = torch.empty(0)
+        self._largest = torch.empty(0, dtype=torch.float32)
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._versions_of: dict[tuple[int, ...], list[tuple[torch.Tensor, int]]] = {}
         self._stale = "they have not been computed yet"
@@ -101,7 +101,7 @@ class WeightScales:
 
     def forget(self) -> None:
         """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
-        self._held, self._storage, self._largest = {}, None, torch.empty(0)
+        self._held, self._storage, self._largest = {}, None, torch.empty(0, dtype=torch.float32)
         self._table = [], None
         self._versions, self._versions_of = {}, {}
 
@@ -208,7 +208,7 @@ class WeightScales:
             self._held, self._storage = self._views(source), storage
         self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
         self._versions_of = {}
-        amax = torch.zeros(len(self.names), device=source.device)
+        amax = torch.zeros(len(self.names), dtype=torch.float32, device=source.device)
         if self._held:
             self._largest = self._largest_held()
             positions = [at for at, views in self._held.items() for _ in views]
@@ -272,7 +272,7 @@ class InputScales:
     ):
         self.names = sorted(set(map(input_module, weights)))
         self._position = {name: i for i, name in enumerate(self.names)}
-        self._amax = torch.zeros(len(self.names), device=device)
+        self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._seen: torch.Tensor | None = None
         self._group = group
         self._dynamic = dynamic
@@ -380,7 +380,7 @@ class InputScales:
                 "Train with the exclude that they were saved with, or calibrate again"
             )
         values = [state[name] for name in self.names]
-        self._amax.copy_(torch.tensor(values))
+        self._amax.copy_(torch.tensor(values, dtype=torch.float32))
         self._calibrated = all(0 < value < torch.inf for value in values)
 
     def _replace(self, amax: torch.Tensor) -> None:

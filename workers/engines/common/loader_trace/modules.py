@@ -150,21 +150,22 @@ def changed_parameter(live: nn.Module, twin: nn.Module, besides: Collection[str]
     return ""
 
 
-class IntegerTablesStayReal(TorchFunctionMode):
-    """Integer factories without a device build on the CPU, under an outer ``torch.device("meta")``.
+class NumbersStayReal(TorchFunctionMode):
+    """Under an outer ``torch.device("meta")``, integer tables and tensors of one number are built on the CPU, unless a device is given.
 
-    Constructors and loaders read such tables (the expert map of an expert-parallel layer, by ``.item()``),
-    so they need values. Weights are floating point and stay on meta.
+    Constructors and loaders read such values by ``.item()``: the expert map of an expert-parallel layer, the factors of an activation.
+    So they need some. Weights are floating point and stay on meta, and a tensor of one number computes with those.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        dtype = kwargs.get("dtype")
-        if (
-            func in _device_constructors()
-            and kwargs.get("device") is None
-            and dtype is not None
-            and not dtype.is_floating_point
-        ):
+        if func in _device_constructors() and kwargs.get("device") is None and _is_read(func, args, kwargs):
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
+
+
+def _is_read(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    if func is torch.tensor and isinstance(args[0] if args else kwargs["data"], (int, float)):
+        return True
+    return dtype is not None and not dtype.is_floating_point
