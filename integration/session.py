@@ -227,7 +227,7 @@ class RefitSession:
         if self._failed or self._closed:
             why = f"ended with an error ({self._failed})" if self._failed else "is closed"
             raise RefitError(
-                f"this session {why}; open one with a new epoch",
+                f"this session {why}; open a new epoch (open_refit_rendezvous on trainer rank 0, join_refit on all ranks of both sides)",
                 stage="handshake",
                 rank=self.world.rank,
             )
@@ -288,7 +288,11 @@ class RefitSession:
         steps: list[Callable[[], object]] = [partial(self.engine.finalize, failed=True)]
         if not self.world.is_source:
             steps.append(cast(WeightDestination, self._endpoint).abandon)
-        _give_up(error, self._channel, steps, [self._draw_rest])
+        try:
+            _give_up(error, self._channel, steps, [self._draw_rest])
+        except RefitError as cause:
+            self._failed = f"{type(cause).__name__}: {cause}"
+            raise
         if self._closed and isinstance(error, Exception) and not isinstance(error, RefitError):
             # Of whatever was no longer there.
             raise RefitError(

@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Megatron-core model and a live vLLM or SGLang.",
     )
     add_bench_arguments(bench)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        keys = "" if parsed.command == "bench" else "; keys of a recipe are given as key=value"
+        commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}{keys}")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if parsed.command == "bench":

@@ -27,6 +27,8 @@ _PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    # Of policies and engines with adapters.
+    "peft",
     # Of each run of a recipe, which must load Ray itself.
     "matplotlib.pyplot",
     "rlrefit.recipes.config.load",

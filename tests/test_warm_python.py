@@ -69,6 +69,15 @@ def test_what_ray_reads_as_it_is_loaded_is_read_for_each_cluster_and_job(python:
         assert process.communicate(timeout=60)[0] == f"{milliseconds}\n"
 
 
+def test_workers_of_one_job_have_one_server_whatever_their_frameworks_tell_each(
+    python: Path, worker: Path
+) -> None:
+    worker.write_text("import os; print(os.getppid(), os.environ['RAY_LOCAL_WORLD_SIZE'])")
+    told = [start(python, worker, RAY_LOCAL_WORLD_SIZE=size).communicate(timeout=60)[0] for size in "12"]
+    (first, one), (second, two) = (line.split() for line in told)
+    assert (first == second, one, two) == (True, "1", "2")
+
+
 def test_a_worker_gets_signals_and_ends_with_its_command_and_with_the_program(worker: Path) -> None:
     with warm_python(loaded=("ray",)) as python:
         killed, ended, left = (start(python, worker, "wait") for _ in range(3))

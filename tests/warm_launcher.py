@@ -29,6 +29,8 @@ from tests.servers import Process
 _WORKER = "default_worker.py"
 _RECIPES = ["-m", "rlrefit.recipes.cli"]
 _ENGINE = ["-m", "rlrefit.recipes.bench.live.engine_main"]
+# In which workers of one job differ: Ray and verl ask for these when they need them.
+_ASKED_FOR = ("RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_")
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -146,7 +148,11 @@ def launch() -> None:
 
 def _server_of_workers(folder: str, address: str) -> str:
     """Ray reads as it loads of which cluster a worker is, and of which job: each has a server that has loaded it so."""
-    read = sorted(pair for pair in os.environ.items() if pair[0].startswith("RAY_"))
+    read = sorted(
+        pair
+        for pair in os.environ.items()
+        if pair[0].startswith("RAY_") and not pair[0].startswith(_ASKED_FOR)
+    )
     own = os.path.join(folder, hashlib.sha1(repr(read).encode()).hexdigest()[:16])
     with open(os.path.join(folder, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

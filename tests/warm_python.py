@@ -24,9 +24,12 @@ OF_WORKERS = (
     "ray._private.node",
     "ray.actor",
     "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
     "ray._private.arrow_serialization",
-    "pyarrow",
+    "pyarrow.json",
+    "pydantic.v1.fields",
     "starlette.datastructures",
+    "torch.utils.serialization",
 )
 # Of those that are the recipes' ranks, and of those that are vLLM's engines.
 RANKS = (

@@ -166,8 +166,8 @@ class EpochState:
             return []
         answers = self._conclude(
             rank,
-            f"{self._name(rank)} is lost: its connection to the rendezvous ended, since its process died or "
-            "its host went away",
+            f"{self._name(rank)} is lost: its connection to the rendezvous ended, since its process died or its host went away. "
+            "The epoch is over: meet again without it, or with another in its place",
         )
         self._over.add(rank)
         return [*answers, *self._release_host(0.0)]

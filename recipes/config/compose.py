@@ -11,7 +11,9 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +163,10 @@ def _unusable(override: Override) -> str:
 
 def _compose_files(file: Path, selections: list[Override], violations: list[Violation]) -> DictConfig:
     """The composed files as an open mapping; empty, with a violation, if they cannot be composed."""
+    # Files of the package don't change, and Hydra takes a tenth of a second for them; those of a user may.
+    composed = _composed_once if file.parent == BUNDLED else _composed
     try:
-        # The user's own search path comes first; an override of it would otherwise replace it.
-        own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath", default=None) or []
-        path = f"hydra.searchpath={json.dumps([*own, f'file://{BUNDLED}'])}"
-        chosen = _groups_of(file, path) if selections else set()
-        config = compose(
-            config_name=file.stem,
-            # A group that the files do not choose from comes after them, so that it changes what they say.
-            overrides=[path, *(f"{'' if s.key_or_group in chosen else '+'}{_plain(s)}" for s in selections)],
-        )
+        config = deepcopy(composed(file, tuple((s.key_or_group, _plain(s)) for s in selections)))
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         reason = f"{file}{line}: not YAML: {error.problem}; correct the file"
@@ -186,6 +182,20 @@ def _compose_files(file: Path, selections: list[Override], violations: list[Viol
         return config
     violations.append(Violation((), reason))
     return OmegaConf.create({})
+
+
+def _composed(file: Path, selections: tuple[tuple[str, str], ...]) -> DictConfig:
+    """The composed files, with options of groups: each group, and the override that selects from it."""
+    # The user's own search path comes first; an override of it would otherwise replace it.
+    own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath", default=None) or []
+    path = f"hydra.searchpath={json.dumps([*own, f'file://{BUNDLED}'])}"
+    chosen = _groups_of(file, path) if selections else set()
+    # A group that the files do not choose from comes after them, so that it changes what they say.
+    selected = (f"{'' if group in chosen else '+'}{override}" for group, override in selections)
+    return compose(config_name=file.stem, overrides=[path, *selected])
+
+
+_composed_once = cache(_composed)
 
 
 def _groups_of(file: Path, searchpath: str) -> set[str]:

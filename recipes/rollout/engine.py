@@ -145,7 +145,7 @@ class EngineRollouts(RolloutGroup):
 
     def shutdown(self) -> None:
         try:
-            gather(self._group.submit("close"), _CLOSE_S)
+            gather(self._group.submit("close"), _CLOSE_S, if_late="its process is killed")
         except RunError as error:
             # Not raised: it would hide the error of an engine that failed before.
             logger.warning("an engine did not stop in order: %s", error)

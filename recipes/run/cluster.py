@@ -10,10 +10,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -60,15 +62,16 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
     try:
         if config.address is None:
             slots = max(os.cpu_count() or 1, int(ranks * config.cpus_per_rank + 0.999))
-            ray.init(
-                "local",  # without it Ray would join a cluster of this machine, or that of RAY_ADDRESS
-                num_cpus=slots,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _system_config=_NONE_AHEAD,
-            )
+            with _out_of_the_drivers_process_group():
+                ray.init(
+                    "local",  # without it Ray would join a cluster of this machine, or that of RAY_ADDRESS
+                    num_cpus=slots,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _system_config=_NONE_AHEAD,
+                )
         else:
             _require_listener(config.address)
             ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -77,7 +80,8 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
         token = (
             " If Ray was started where it found a token (~/.ray/auth_token), set RAY_AUTH_MODE=token for this command, and have the "
             "same token here."
-            if isinstance(error, ConnectionError) and os.environ.get("RAY_AUTH_MODE") != "token"
+            if type(error) is ConnectionError  # of its kinds each says by itself what is wrong
+            and os.environ.get("RAY_AUTH_MODE") != "token"
             else ""
         )
         raise RunError(
@@ -88,6 +92,21 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _out_of_the_drivers_process_group() -> Iterator[None]:
+    """Ray's servers that start meanwhile get groups of their own.
+
+    SIGTERM often goes to the whole group of a command (``timeout``, supervisors, cancelled jobs), and is for the driver,
+    which needs them until its step is saved. Ray keeps SIGINT from them, and has no setting for other signals.
+    """
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _require_listener(address: str) -> None:
@@ -344,7 +363,11 @@ def _hosts_of(group: PlacementGroup) -> dict[int, str]:
     return dict(placement_group_table(group)["bundles_to_node_id"])
 
 
-def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:
+def gather(
+    calls: Sequence[tuple[str, ray.ObjectRef]],
+    timeout_s: float,
+    if_late: str = "raise ray.timeout_s if the work is only slow",
+) -> list[Any]:
     """Wait for calls on several ranks; the first failure ends the wait, since the others may wait for that rank.
 
     What a rank has done to others may be told before its own end. So those that fail within a moment of the first failure are heard,
@@ -362,9 +385,7 @@ def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done and not failures:
             late = ", ".join(names[ref] for ref in pending)
-            raise RunError(
-                f"{late} did not answer within {timeout_s:.0f} s; raise ray.timeout_s if the work is only slow"
-            )
+            raise RunError(f"{late} did not answer within {timeout_s:.0f} s; {if_late}")
         if not done:
             break
         for ref in done:
@@ -414,9 +435,14 @@ def _result(name: str, ref: ray.ObjectRef) -> Any:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise RunError(f"{name} failed: {type(cause).__name__}: {cause}{_log_of(error)}") from error
     except RayActorError as error:
+        told = str(error).strip().splitlines()[-1]
+        remedy = (
+            "For a run that saves first, send that to rlrefit train alone"
+            if "SIGTERM" in told
+            else "Look for an out-of-memory kill in the system log"
+        )
         raise RunError(
-            f"{name} died: {str(error).strip().splitlines()[-1]} Look for an out-of-memory kill in the system log; "
-            "resume=true goes on from the last checkpoint."
+            f"{name} died: {told} {remedy}; resume=true goes on from the last checkpoint."
         ) from error
     except RayError as error:
         raise RunError(f"{name}: Ray reports {type(error).__name__}: {error}") from error

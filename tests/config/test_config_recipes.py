@@ -63,6 +63,16 @@ def test_a_users_file_builds_on_a_bundled_recipe_with_config_groups_and_a_search
     assert load_config(str(recipe), [*data, "cluster=large"]).generation.replicas == 4
 
 
+def test_what_is_changed_in_a_configuration_is_in_no_other_one(data) -> None:
+    first = load_config("grpo_tiny", [*data, "reward.kwargs.format=0.5", "ray.trainer_env.ONE=1"])
+    first.trainer.lora.target_modules.append("q_proj")
+    first.reward.kwargs["answer"] = 2.0
+    assert load_config("grpo_tiny", data) == load_config("grpo_tiny", data) != first
+    again = load_config("grpo_tiny", data)
+    assert again.trainer.lora.target_modules == TrainConfig().trainer.lora.target_modules
+    assert (again.reward.kwargs, again.ray.trainer_env) == (TrainConfig().reward.kwargs, {})
+
+
 def test_reading_a_recipe_inside_a_hydra_application_leaves_its_state_alone(data) -> None:
     with initialize_config_dir(config_dir=str(BUNDLED), version_base="1.3"):
         load_config("grpo_tiny", data)

@@ -67,6 +67,39 @@ def test_writes_in_place_are_counted_by_name() -> None:
     assert all(a < b for a, b in zip(before.counts, source.writes().counts, strict=True))
 
 
+def _writes_on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
+    layout = Layout(2, reshard=False)
+    model = build(checkpoint, layout, mesh_of(layout))
+    source = FSDPSource(model)
+    tokens = torch.arange(6).view(1, 6)
+    weight = model.lm_head.weight
+    changes: dict[str, Callable[[], Any]] = {
+        "trained": lambda: model(input_ids=tokens, labels=tokens).loss.backward(),
+        "gathered": lambda: model(input_ids=tokens),
+        "through the DTensor": lambda: weight.mul_(1.0),
+        "to the shard": lambda: weight.to_local().mul_(1.0),
+        "loaded": lambda: model.load_state_dict(model.state_dict()),
+    }
+    found = {}
+    for how, change in changes.items():
+        before = source.writes()
+        with torch.set_grad_enabled(how == "trained"):
+            change()
+        now = source.writes()
+        found[how] = [name for name, a, b in zip(*before[:2], now.counts, strict=True) if a != b]
+        found[f"{how}: elsewhere"] = [] if before.places == now.places else ["moved"]
+    return found | {"all": list(source.writes().names)}
+
+
+def test_writes_are_counted_that_reach_shards_through_their_dtensors(tmp_path: Path) -> None:
+    ranks = run_ranks(_writes_on_two_ranks, 2, make_model("qwen3-tied", tmp_path / "model"), timeout_s=120.0)
+    for found in ranks:
+        every = found.pop("all")
+        written = {how: names for how, names in found.items() if names}
+        tied = ["model.embed_tokens.weight"]
+        assert written == {"through the DTensor": tied, "to the shard": tied, "loaded": every}
+
+
 def test_what_a_conversion_computes_is_refused_with_its_sources() -> None:
     def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = {}

@@ -34,7 +34,7 @@ def _config(transport: str) -> RefitConfig:
 
 
 def trainer_main(device: int, commands: Any, answers: Any) -> None:
-    """Obey until told None: build (folder, format, transport), join (a rendezvous), change the weights and send (index, version)."""
+    """Obey until told None: build (folder, format, transport), join (a rendezvous), change the weights ("change") and send (index, version)."""
     import traceback
 
     torch.cuda.set_device(device)
@@ -44,11 +44,14 @@ def trainer_main(device: int, commands: Any, answers: Any) -> None:
             try:
                 if isinstance(command, Rendezvous):
                     answers.put(worker.join_refit(command.to_json(), 0)["misc"])
+                elif command == "change":
+                    # Apart, or the engine's refit would count what this takes as a wait for the trainer.
+                    worker.change()
+                    answers.put("changed")
                 elif isinstance(command[0], str):
                     worker = _worker(*command, torch.device("cuda", device))
                     answers.put("built")
                 else:
-                    worker.change()
                     answers.put(worker.refit(command[1]))
             except RuntimeError as error:
                 answers.put(str(error))
@@ -132,6 +135,9 @@ def measure(folder: str, format: str, transport: str, refits: int) -> dict[str, 
         misc = engine.meet()
         found = []
         for index in range(refits + 2):
+            trainer.commands.put("change")
+            changed = trainer.answer(300.0)
+            assert changed == "changed", changed
             engine.send(index)
             received = engine.driver.refit(engine.version)
             sent = trainer.answer(300.0)

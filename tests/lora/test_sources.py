@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from rlrefit.integration.config import RefitConfig
@@ -203,6 +203,12 @@ def test_any_cut_of_a_weight_gets_the_same_bits(transposed: bool, most: int) -> 
             assert out.equal(whole[place])
 
 
+def test_virtual_tokens_beside_the_base_model_are_refused() -> None:
+    model = get_peft_model(_base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(RefitError, match=r"prompt_encoder\.default"):
+        FSDPSource(model)
+
+
 def test_an_adapter_goes_by_the_names_of_its_checkpoint() -> None:
     model = _adapted({**_PLAIN, "target_modules": ["q_proj", "embed_tokens"]})
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -227,6 +233,19 @@ def test_writes_of_an_adapter_are_counted_by_name() -> None:
     assert set(after.names) == get_peft_model_state_dict(model).keys()
     assert before.places == after.places
     assert all(a > b for a, b in zip(after.counts, before.counts, strict=True))
+
+
+def test_writes_of_factors_that_are_merged_are_counted_beside_those_of_weights() -> None:
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.prepare()
+    before = source.writes()
+    source.prepare()
+    assert source.writes() == before
+    _change(model)
+    written = [name for name, a, b in zip(*before[:2], source.writes().counts, strict=True) if a != b]
+    assert len(written) == len(get_peft_model_state_dict(model))
+    assert all(".lora_" in name for name in written)
 
 
 def test_an_adapter_whose_settings_changed_ends_the_refit() -> None:

@@ -22,14 +22,17 @@ Told = tuple[str, str, int] | None
 
 
 def run(rank: int, checkpoint: str) -> dict[str, dict[str, Any]]:
-    """What this rank tells of each case: a failed refit, and the one of the next epoch."""
+    """What this rank tells of each case: a failed refit, and the one of the next epoch. Before these, of a parameter that is replaced."""
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
     from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     made = build_megatron(checkpoint, MegatronLayout(tensor_parallel=2), wrap_with_ddp=False)
     source = MegatronSource(made.bridge, made.model)
     destination = SyntheticDestination(source.specs(), whole(source.specs()))
-    state, told = ServingState(), {}
+    state = ServingState()
+    told: dict[str, dict[str, Any]] = {
+        "replaced": {"values": _values_of_a_replaced_parameter(rank, made.model, source)}
+    }
     export = made.bridge.export_hf_weights
 
     def refuse() -> None:
@@ -92,6 +95,25 @@ def run(rank: int, checkpoint: str) -> dict[str, dict[str, Any]]:
             )
         told[name] = found
     return told
+
+
+def _values_of_a_replaced_parameter(rank: int, model: Any, source: Any) -> list[float]:
+    """What an engine holds of it after two refits, if a module gets another parameter between them."""
+    from megatron.core.utils import unwrap_model
+
+    destination = SyntheticDestination(source.specs(), whole(source.specs()))
+    (chunk,) = unwrap_model(model)
+    norm = chunk.decoder.final_layernorm
+
+    def refits(session: RefitSession) -> None:
+        session.refit(1)
+        norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 7.0))
+        session.refit(2)
+
+    _epoch(rank, 100, source, destination, ServingState(), refits, (1, 2))
+    held = {name: storage for (name, _), storage in held_by(destination).items()}
+    found: list[float] = held["model.norm.weight"].unique().tolist()
+    return found
 
 
 def _epoch(

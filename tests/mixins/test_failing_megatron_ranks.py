@@ -19,6 +19,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
     return found
 
 
+def test_a_parameter_that_a_module_replaced_reaches_an_engine_that_is_sent_all_by_bridges_export(
+    told: Any,
+) -> None:
+    assert told[0]["replaced"]["values"] == [7.0]
+
+
 def test_a_rank_that_refuses_leaves_the_engine_clean_and_the_next_epoch_refits(told: Any) -> None:
     first, second = (rank["refuses"] for rank in told)
     assert (first["error"][0], first["error"][2]) == ("PeerLost", FAILS)

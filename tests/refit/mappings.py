@@ -11,7 +11,6 @@ from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import GoldenTransport, P2PTransport, Transport
 from rlrefit.integration.weights.holdings import Holdings, SpecTable
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.recipes.plan.catalog import Param
 
 from .groups import GroupWorld
 from .stored import StoredDestination, StoredRank, value_of
@@ -40,28 +39,26 @@ class Mapping:
     def __init__(
         self,
         specs: Sequence[TensorSpec],
-        held: Sequence[Sequence[Param]],
-        wanted: Sequence[Sequence[Param]],
+        sources: Sequence[StoredRank],
+        destinations: Sequence[StoredDestination],
         bucket_bytes: int,
         broadcast_bytes: int = 1 << 14,
         verify: str = "full",
     ):
-        """Plan what each rank of both sides stores; buckets of p2p, and of golden.
+        """Plan between what the ranks of both sides store; buckets of p2p, and of golden.
 
         Raises:
             PlanError: as :func:`analyse` does.
         """
         self._verify = verify
-        values = {spec.name: value_of(spec, 0) for spec in specs}
-        self.sources = [StoredRank(params, values) for params in held]
-        self.destinations = [StoredDestination(params, values) for params in wanted]
-        self.ranks: list[StoredRank] = [*self.sources, *self.destinations]
+        self.sources, self.destinations = sources, destinations
+        self.ranks: list[StoredRank] = [*sources, *destinations]
         table = SpecTable(specs)
         holdings = [
             Holdings.from_fragments(rank, stored.held_fragments(), stored.refused, table.positions)
             for rank, stored in enumerate(self.ranks)
         ]
-        trainers = len(self.sources)
+        trainers = len(sources)
         self.analysis: Analysis = analyse(
             specs, holdings[:trainers], holdings[trainers:], bucket_bytes=bucket_bytes
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 from rlrefit.recipes.plan.catalog import GenLayout, Model, TrainLayout, gen_storage, train_storage, violations
 
 from .mappings import Mapping, Worlds, wrong_refits
+from .stored import StoredDestination, StoredRank, values_of
 
 TRAIN = [
     TrainLayout(tp=tp, ep=ep, pp=pp, etp=etp, vocabulary_multiple=4)
@@ -51,16 +53,27 @@ def model(
     )
 
 
+@cache
+def _trainers(small: Model, layout: TrainLayout) -> list[StoredRank]:
+    values = values_of(small.specs())
+    return [StoredRank(train_storage(small, layout, rank), values) for rank in range(layout.world_size)]
+
+
+@cache
+def _engines(small: Model, layout: GenLayout) -> list[StoredDestination]:
+    values = values_of(small.specs())
+    return [StoredDestination(gen_storage(small, layout, rank), values) for rank in range(layout.world_size)]
+
+
 def stored(
     small: Model, train: TrainLayout, gen: GenLayout, bucket_bytes: int, verify: str = "sampled"
 ) -> Mapping:
-    return Mapping(
-        small.specs(),
-        [train_storage(small, train, rank) for rank in range(train.world_size)],
-        [gen_storage(small, gen, rank) for rank in range(gen.world_size)],
-        bucket_bytes,
-        verify=verify,
-    )
+    """Between ranks that all mappings of the model's share: a refit leaves nothing in them that the next one does not overwrite."""
+    ranks = _trainers(small, train), _engines(small, gen)
+    return Mapping(small.specs(), *ranks, bucket_bytes, verify=verify)
+
+
+_SMALL = {"experts": model(), "dense": model(experts=0, groups=4, per_group=2)}
 
 
 def wrong_mappings(cases: Sequence[tuple[str, TrainLayout]]) -> list[str]:
@@ -78,7 +91,7 @@ def wrong_mappings(cases: Sequence[tuple[str, TrainLayout]]) -> list[str]:
 
 def _wrong(worlds: Worlds, kind: str, train: TrainLayout) -> str:
     has_experts = kind == "experts"
-    small = model() if has_experts else model(experts=0, groups=4, per_group=2)
+    small = _SMALL[kind]
     assert violations(small, train) == []
     misc = {ROUTER.format(i) for i in range(2)} if has_experts else set()
     found = []

@@ -26,10 +26,15 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
     return (raw + _STEP * version).view(spec.dtype).reshape(spec.shape)
 
 
+def values_of(specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The whole weights at version 0, by Hugging Face name."""
+    return {spec.name: value_of(spec, 0) for spec in specs}
+
+
 class StoredRank:
     """One rank's parameters in one flat buffer, and what they have to hold at any version.
 
-    ``values`` are the whole weights at version 0, by Hugging Face name.
+    ``values`` are those of :func:`values_of`.
     """
 
     def __init__(self, params: Sequence[Param], values: Mapping[str, torch.Tensor]):

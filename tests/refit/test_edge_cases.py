@@ -14,6 +14,7 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.plan.catalog import Param, Part
 
 from .mappings import Mapping, Worlds, wrong_refits
+from .stored import StoredDestination, StoredRank, values_of
 
 BF16 = torch.bfloat16
 BOTH = ("p2p", "golden")
@@ -42,11 +43,19 @@ def whole(*specs: TensorSpec) -> list[Param]:
     return [param for spec in specs for param in stored(spec, box_of(spec.shape))]
 
 
+def mapping_of(
+    specs: list[TensorSpec], held: list[list[Param]], wanted: list[list[Param]], bucket: int, **more: int
+) -> Mapping:
+    values = values_of(specs)
+    sources = [StoredRank(params, values) for params in held]
+    return Mapping(specs, sources, [StoredDestination(params, values) for params in wanted], bucket, **more)
+
+
 @pytest.mark.parametrize("room", [32, 48, 64, 80, 160, 176, 1 << 12])
 def test_a_weight_of_160_bytes_passes_through_buckets_of_any_size(worlds: Worlds, room: int) -> None:
     spec = TensorSpec("w", (8, 10), BF16)
     bucket = room + CHECKSUM_BYTES
-    mapping = Mapping([spec], [whole(spec)], [whole(spec)], bucket, broadcast_bytes=bucket)
+    mapping = mapping_of([spec], [whole(spec)], [whole(spec)], bucket, broadcast_bytes=bucket)
     plan = mapping.analysis.compile(0)
     # Rows of 20 bytes take 32 in a message, but several of one box lie close together.
     assert plan.staging_bytes <= bucket
@@ -63,7 +72,7 @@ def test_scalars_empty_weights_and_odd_sizes_travel_beside_each_other(worlds: Wo
         TensorSpec("one", (1, 1, 1), torch.float16),
         TensorSpec("seven bytes", (7,), torch.uint8),
     ]
-    mapping = Mapping(specs, [whole(*specs)] * 2, [whole(*specs)] * 3, 64 * 8)
+    mapping = mapping_of(specs, [whole(*specs)] * 2, [whole(*specs)] * 3, 64 * 8)
     routes = {entry.spec.name: entry.route for entry in mapping.analysis.manifest}
     assert {name for name, route in routes.items() if route == "unused"} == {"nothing", "none of these"}
     assert set(routes.values()) == {"bulk", "unused"}
@@ -73,7 +82,7 @@ def test_scalars_empty_weights_and_odd_sizes_travel_beside_each_other(worlds: Wo
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_replicas_of_the_source_share_the_sending(worlds: Worlds, replicas: int) -> None:
     specs = [TensorSpec(f"w{i}", (6, 16), BF16) for i in range(12)]
-    mapping = Mapping(specs, [whole(*specs)] * replicas, [whole(*specs)] * 2, 4096)
+    mapping = mapping_of(specs, [whole(*specs)] * replicas, [whole(*specs)] * 2, 4096)
     # One replica may send each engine rank its half, and they pass it on to each other.
     assert mapping.analysis.pair_bytes.sum() == 2 * 12 * specs[0].nbytes
     sent = mapping.analysis.pair_bytes.sum(axis=1)[:replicas]
@@ -102,5 +111,5 @@ def test_bytes_that_nobody_sends_or_two_write_are_an_error_with_name_rank_and_bo
     held: list[list[Param]], wanted: list[list[Param]], rank: int, boxes: str
 ) -> None:
     with pytest.raises(PlanError, match=boxes) as raised:
-        Mapping([HELD], held, wanted, 4096)
+        mapping_of([HELD], held, wanted, 4096)
     assert (raised.value.parameter, raised.value.rank) == ("layers.3.w", rank)

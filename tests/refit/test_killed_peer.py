@@ -12,6 +12,8 @@ import pytest
 
 from tests.spawn import processes
 
+from .synthetic import ended
+
 # What is only noticed by its limit takes as long; the others end at once, and have time to show it on a busy machine.
 FROZEN_S, KILLED_S = 3.0, 10.0
 # Opening has the limit, too, and GPUs compile kernels in it.
@@ -82,10 +84,12 @@ def rank_main(
     start = time.monotonic()
     try:
         session.refit(2)
-        results.put((rank, "committed", 0.0, session.state.dirty, -1))
+        results.put((rank, "committed", 0.0, session.state.dirty, -1, ""))
     except RefitError as error:
         seconds = time.monotonic() - start
-        results.put((rank, f"{type(error).__name__}: {error}", seconds, session.state.dirty, error.blamed))
+        told = f"{type(error).__name__}: {error}"
+        again = str(ended(session, 3))
+        results.put((rank, told, seconds, session.state.dirty, error.blamed, again))
     # The rendezvous ends with trainer rank 0's process, and on a busy machine others may take long to ask it.
     signal.pause()
 
@@ -107,20 +111,21 @@ def kill_a_rank(
     for rank in ranks:
         rank.start()
     try:
-        ended = {row[0]: row[1:] for row in (results.get(timeout=90) for _ in range(2))}
+        found = {row[0]: row[1:] for row in (results.get(timeout=90) for _ in range(2))}
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
-    assert set(ended) == {0, 1, 2} - {killed}
+    assert set(found) == {0, 1, 2} - {killed}
     noticed = how == signal.SIGKILL and not on_gpu  # by the end of its connection, and not in time
-    for message, seconds, _, blamed in ended.values():
+    for message, seconds, _, blamed, again in found.values():
         assert blamed == killed, message
         assert message.startswith("PeerLost" if noticed else ("PeerLost", "RefitTimeout"))
+        assert message in again, "whoever refits once more is told the cause, not what it did to a wire"
         assert seconds < (1 if noticed else 3) * limit_of(how, on_gpu)
     if killed != 0:  # or its last answers may not have left, and the engines never begun
         written = moment != "handshake"
-        assert ended[1][2] is written, "an engine is dirty if and only if it was being written"
+        assert found[1][2] is written, "an engine is dirty if and only if it was being written"
 
 
 @pytest.mark.parametrize(

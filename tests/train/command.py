@@ -46,6 +46,7 @@ def rlrefit(*arguments: str, cwd: Path, python: Path = Path(sys.executable)) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        process_group=0,
         # The server of the tests' processes, of which one may ask, hides GPUs.
         env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"COLUMNS": "200"},
     )
@@ -100,6 +101,12 @@ def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
             found += one.children() + forks_of(one)
     own = [command, *forks_of(command)]
     return [child for child in found if child not in own and child.is_running()]
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """SIGTERM to the command's whole process group, as ``timeout`` and supervisors send it."""
+    command = psutil.Process(process.pid)
+    os.killpg(os.getpgid([command, *forks_of(command)][-1].pid), signal.SIGTERM)
 
 
 def kill_rank(process: subprocess.Popen[str], actor: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -24,16 +25,29 @@ RANKS = 4
 
 
 def on_shared_cluster[Found](
-    drive: Callable[..., Found], folder: Path, *rest: object, timeout_s: float = PATIENT_S
+    drive: Callable[..., Found],
+    folder: Path,
+    *rest: object,
+    timeout_s: float = PATIENT_S,
+    draws: bool = False,
 ) -> Found:
     """What ``drive(folder, ray_address, *rest)`` returns, with a place on the cluster for each of :data:`RANKS` ranks.
 
     It has a process of its own: a run takes signals in its main thread, and Ray knows one cluster in a process.
+
+    Args:
+        draws: whether runs draw their pictures, which takes each most of a second.
     """
     found: Found = run_alone(
-        drive, folder, _address(), *rest, environment={"COLUMNS": "200"}, timeout_s=timeout_s
+        _drive, drive, draws, folder, _address(), *rest, environment={"COLUMNS": "200"}, timeout_s=timeout_s
     )
     return found
+
+
+def _drive[Found](drive: Callable[..., Found], draws: bool, *given: object) -> Found:
+    picture = nullcontext() if draws else mock.patch("rlrefit.recipes.train.write_report")
+    with picture:
+        return drive(*given)
 
 
 @cache

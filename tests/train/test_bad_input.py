@@ -82,6 +82,7 @@ def test_a_ray_cluster_that_is_not_there_is_told_at_once(
         code, output = run_here(*command, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 1
     assert f"no Ray cluster at {address}" in output
+    assert "token" not in output
 
 
 def _without_a_tensor(folder: Path) -> None:

@@ -55,7 +55,10 @@ def run(
 
 def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
     """A run shard to shard, and what goes on from its first checkpoint otherwise."""
-    steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=3")
+    steps = (
+        *(f"algorithm.steps={STEPS}", "algorithm.prompts_per_step=8"),
+        *(f"checkpoint.every={SAVED}", "checkpoint.keep=3"),
+    )
     first = (*steps, "policy.refit.transport=p2p")
     ran = {"shards": run("grpo_tiny", folder / "shards", ray_address, *first, refits=DigestedRefits)}
     by_mask = ("policy.refit.delta=always", "policy.refit.delta_base=optimizer")

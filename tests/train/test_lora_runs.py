@@ -16,7 +16,7 @@ from .test_fsdp_runs import Ran, run
 SAVED, STEPS = 2, 4
 LORA = (
     *("trainer.lora.rank=4", "trainer.lora.alpha=32", "trainer.optimizer.lr=0.01"),
-    *("algorithm.kl_coef=0.01", "algorithm.minibatches=1"),
+    *("algorithm.kl_coef=0.01", "algorithm.minibatches=1", "algorithm.prompts_per_step=8"),
     *(f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=3"),
 )
 ALONE = ("policy.refit.lora=adapter", "generation.tensor_parallel=1")

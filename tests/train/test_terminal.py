@@ -7,14 +7,22 @@ import signal
 from pathlib import Path
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 from rich.console import Console
 
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.configs import bundled_recipes
 from rlrefit.recipes.run.checkpoint import CheckpointStore
+from rlrefit.recipes.run.cluster import RunError, gather
 from rlrefit.recipes.run.display import RunDisplay
 from rlrefit.recipes.terminal import under_way
-from rlrefit.recipes.train import Interrupted, _ended_as_interrupted, _told_what_is_saved
+from rlrefit.recipes.train import (
+    Interrupted,
+    _ended_as_interrupted,
+    _stop_on_interrupt,
+    _told_what_is_saved,
+)
 
 ROW = {
     "step": 1200,
@@ -62,3 +70,49 @@ def test_a_run_that_is_interrupted_at_once_says_which_checkpoint_there_is(tmp_pa
     with pytest.raises(Interrupted, match="step_000010"), _told_what_is_saved(store), _ended_as_interrupted():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "told"),
+    [
+        (
+            "Worker exits unexpectedly by a signal. Exit code: 1. The process receives a SIGTERM.",
+            "rlrefit train alone",
+        ),
+        ("Worker unexpectedly exits with a connection error code 2. End of file.", "out-of-memory"),
+    ],
+)
+def test_a_rank_that_was_sent_sigterm_is_not_said_to_have_run_out_of_memory(
+    ended_by: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(_: object) -> None:
+        raise RayActorError(error_msg=f"The actor died.\n\tactor_id: 1\nThe actor is dead. {ended_by}")
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    with pytest.raises(RunError, match="trainer rank 1 died") as died:
+        gather([("trainer rank 1", object())], 1.0)
+    remedies = [remedy for remedy in ("rlrefit train alone", "out-of-memory") if remedy in str(died.value)]
+    assert remedies == [told]
+
+
+def test_an_option_that_a_command_lacks_is_answered_with_that_commands_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "recipe=grpo_tiny", "--steps", "5"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: rlrefit train" in said
+    assert "key=value" in said.splitlines()[-1]
+
+
+def test_the_first_interrupt_lets_the_step_end_and_the_second_one_does_not() -> None:
+    console = Console(file=(shown := io.StringIO()), width=80)
+    with _stop_on_interrupt(console) as asked:
+        assert not asked()
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        assert "after this step" in shown.getvalue()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.warm_python import ENGINE, warm_python
 from .command import (
     SHORT,
     curve,
+    end_group,
     finish,
     kill_rank,
     metrics,
@@ -39,14 +39,14 @@ KEYS = {
     "step", "reward/mean", "val/reward", "generation_kl", "loss", "time/step", "refit/seconds", "refit/bytes_bulk",
     "refit/bytes_misc", "refit/kept_gb_per_s",
 }  # fmt: skip
-# Half of the demo's prompts: it learns as well at first.
+# A quarter of the demo's prompts: it learns nearly as well at first.
 RUN = (
-    *("train", "recipe=grpo_tiny", "name=died", "algorithm.prompts_per_step=32"),
+    *("train", "recipe=grpo_tiny", "name=died", "algorithm.prompts_per_step=16"),
     *("checkpoint.every=2", "ray.timeout_s=200"),
 )
 GO_ON = (*RUN, "algorithm.steps=50")
-# Of the demo, before it loses a rank. Over seeds the last five of these steps earn 0.29 to 0.33 on average.
-LEARNED = 24
+# Of the demo, before it loses a rank. Over seeds the last five of these steps earn 0.28 to 0.29 on average.
+LEARNED = 26
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(di
 
 @dataclass(frozen=True)
 class Resumed(Ended):
-    """A run that went on where another had died, until it was interrupted.
+    """A run that went on where another had died, until its process group got SIGTERM.
 
     Attributes:
         good: the newest checkpoint that was whole.
@@ -125,7 +125,7 @@ def go_on_and_interrupt(died: Ended, cwd: Path) -> Resumed:
         process = rlrefit(*GO_ON, "resume=true", cwd=cwd, python=python)
         output = wait_for_step(process, _step_of(newest))
         ranks = ray_processes_of(process)
-        process.send_signal(signal.SIGINT)
+        end_group(process)
         start = time.monotonic()
         code, rest = finish(process)
         return Resumed(cwd, code, output + rest, time.monotonic() - start, _left_of(ranks), good, damaged)
@@ -157,7 +157,7 @@ def _train_with_vllm(folder: Path, ray_address: str) -> tuple[Path, int, str]:
 
 @keeping_time
 def train_with_vllm(folder: Path) -> tuple[Path, int, str]:
-    return on_shared_cluster(_train_with_vllm, folder)
+    return on_shared_cluster(_train_with_vllm, folder, draws=True)
 
 
 AHEAD = (run_the_demo_twice, train_with_vllm)
@@ -191,7 +191,9 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     assert curve(after)[:both] == curve(before)[:both]
 
 
-def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: Resumed) -> None:
+def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_it_and_leaves_no_process(
+    resumed: Resumed,
+) -> None:
     assert resumed.code == 130, resumed.output
     assert "which is saved; resume=true goes on" in resumed.output
     folder = resumed.cwd / "runs" / "died"

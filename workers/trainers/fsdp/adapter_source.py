@@ -9,7 +9,7 @@ import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
+from ....integration.weights.endpoints import StorageLook, Writes, rank_device
 from ....integration.weights.manifest import TensorSpec
 from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings, changes_base
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
@@ -35,7 +35,7 @@ class AdapterSource:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
         whole, model = model, base_model(model)
-        require_known(model)
+        require_known(model, whole)
         if not has_adapters(model):
             raise RefitError(
                 f"policy.refit.lora is adapter, but {type(model).__name__} has no adapter; nothing would reach the "
@@ -106,7 +106,7 @@ class AdapterSource:
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
-        return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
+        return self._kept.writes()
 
     def _names(self) -> dict[str, str]:
         """The name in an adapter's checkpoint by that in the base model's state dict."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment, box_of, layout_of, local_fragments
+from ....integration.weights.endpoints import Writes, writes_of
 from .checkpoint import saved_names, unwrapped
 
 
@@ -142,6 +144,17 @@ class KeptTensors:
         with torch.no_grad():
             return [_local(place.tensor()) for place in self._places.values()]
 
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`.
+
+        A DTensor counts what is written through it, and its shard what is written to that: neither counts for the other.
+        """
+        tensors = [place.tensor() for place in self._places.values()]
+        with torch.no_grad():
+            shards = writes_of(zip(self.names, map(_local, tensors), strict=True))
+        through = writes_of(zip(self.names, tensors, strict=True)).counts
+        return shards._replace(counts=tuple(map(add, shards.counts, through)))
+
     def held(self, name: str, local: torch.Tensor) -> list[Fragment] | str:
         """What this rank holds of a tensor, as views of ``local``, or why that can't be told.
 
@@ -182,13 +195,24 @@ class KeptTensors:
         return isinstance(self[name], torch.nn.Parameter)
 
 
-def require_known(model: torch.nn.Module) -> None:
+def require_known(model: torch.nn.Module, within: torch.nn.Module) -> None:
     """Check that a model's weights are its parameters' values and its names those of a checkpoint.
 
+    Args:
+        model: whose weights are sent.
+        within: the outermost module that holds it; itself, or what peft or torch.compile has put around it.
+
     Raises:
-        RefitError: they are not; lists all reasons.
+        RefitError: they are not, or what holds it computes with more; lists all reasons.
     """
     problems = []
+    own = {id(parameter) for parameter in model.parameters()}
+    beside = [name for name, parameter in within.named_parameters() if id(parameter) not in own]
+    if beside:
+        problems.append(
+            f"{type(within).__name__} computes with {', '.join(beside[:5])} beside it (peft's virtual tokens, say), which no engine "
+            "would get; train without them"
+        )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         problems.append(
             "it is wrapped by FSDP1, whose flat parameters have no names or shapes of their own; use fully_shard"

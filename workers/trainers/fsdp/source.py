@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from operator import add
 
 import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
+from ....integration.weights.endpoints import StorageLook, Writes, rank_device
 from ....integration.weights.manifest import TensorSpec
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
@@ -41,15 +42,15 @@ class FSDPSource:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
         whole, model = model, base_model(model)
-        require_known(model)
+        require_known(model, whole)
         self._adapters = Adapters(model) if has_adapters(model) else None
         if self._adapters is None:
-            self._kept = KeptTensors(model, whole)
-            self._merged = MergedShards(self._kept, self._kept, {}, self.device)
+            self._kept = self._factors = KeptTensors(model, whole)
+            self._merged = MergedShards(self._kept, self._factors, {}, self.device)
         else:
             self._kept = KeptTensors(model, whole, self._adapters.base_name)
-            factors = KeptTensors(model, whole, self._adapters.factor_name)
-            self._merged = MergedShards(self._kept, factors, self._adapters.targets, self.device)
+            self._factors = KeptTensors(model, whole, self._adapters.factor_name)
+            self._merged = MergedShards(self._kept, self._factors, self._adapters.targets, self.device)
         self._model = model
         self._convert = conversion_of(model)
         kept = {name: self._kept[name] for name in self._kept.names}
@@ -123,8 +124,9 @@ class FSDPSource:
         return self._look.key([*self._kept.locals(), *self._merged.copies])
 
     def writes(self) -> Writes:
-        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
-        return writes_of(zip(self._kept.names, self._kept.locals(), strict=True))
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the weights and of the factors that are merged into them."""
+        kept = self._kept.writes()
+        return kept if self._adapters is None else Writes(*map(add, kept, self._factors.writes()))
 
     def _require_ready(self) -> None:
         if self._adapters is not None:

@@ -141,8 +141,9 @@ class MegatronSource:
 
     def prepare(self) -> None:
         self._residence.finish_gathers()
+        # Where all weights are exported, nobody asks for the storage key.
+        self._follow_parameters()
         if self._merged is not None:
-            self._follow_parameters()
             self._merged.refresh(self._residence.tasks(self._tasks))
 
     @property

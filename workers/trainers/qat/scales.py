@@ -163,7 +163,7 @@ class WeightScales:
     def check_contents(self) -> None:
         """Have the next use fail if the largest magnitudes of what this rank holds are no longer those of the refresh.
 
-        torch counts no version where a DTensor is written by ``torch._foreach_…``, or a checkpoint is loaded into it by
+        The version of a shard does not rise where its DTensor is written, and that of neither where a checkpoint is loaded by
         ``torch.distributed.checkpoint.load``.
         """
         if not self._stale and self._held and not torch.equal(self._largest_held(), self._largest):

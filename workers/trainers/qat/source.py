@@ -7,7 +7,7 @@ each refit. Only the scalars lie in memory beside the parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,25 +25,19 @@ from .model import QAT
 _FORMAT = Nvfp4()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Scalars:
-    """Memory of scalars of one kind, of weights that are exported in one dtype, and where their values are."""
+    """Memory of scalars of one kind, of weights that are exported in one dtype, and where their values are.
+
+    Attributes:
+        dtype: of the weights.
+        memory: FP32, one scalar behind the other, so that one copy writes all.
+        positions: of each in what :class:`QAT` tells.
+    """
 
     dtype: torch.dtype
-    memory: list[torch.Tensor]
+    memory: torch.Tensor
     positions: torch.Tensor
-
-    @staticmethod
-    def of(
-        memory: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
-        positions: Callable[[Sequence[str]], torch.Tensor],
-    ) -> _Scalars:
-        """Of weights by name."""
-        return _Scalars(dtype, list(memory.values()), positions(list(memory)))
-
-    def write(self, values: torch.Tensor) -> None:
-        torch._foreach_copy_(self.memory, list(values.unbind()))
 
 
 class PackedSource:
@@ -66,8 +60,8 @@ class PackedSource:
         self._global_scales: dict[str, GlobalScale] = {}
         self._input_scales: dict[str, torch.Tensor] = {}
         # Of these, as :meth:`prepare` needs it.
-        self._weight_scalars: list[_Scalars] | None = None
-        self._input_scalars: _Scalars | None = None
+        self._weight_scalars: list[_Scalars] = []
+        self._input_scalars: list[_Scalars] = []
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
         self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
@@ -90,6 +84,9 @@ class PackedSource:
             if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
                 refused[fragment.name] = reason
         packed = [f for f in held if f.name not in self._qat.weights]
+        self._make_scalars(
+            dict.fromkeys(f.name for f in held if f.name in self._qat.weights and f.name not in refused)
+        )
         sent: set[str] = set()
         for fragment in held:
             if fragment.name in self._qat.weights and fragment.name not in refused:
@@ -101,13 +98,11 @@ class PackedSource:
 
     def prepare(self) -> None:
         self._qat.prepare_export(self._source)
-        if self._weight_scalars is None:
-            self._weight_scalars = self._find_scalars()
         with torch.no_grad():
             for scalars in self._weight_scalars:
-                scalars.write(self._qat.scales_at(scalars.positions, scalars.dtype))
-            if self._input_scalars is not None:
-                self._input_scalars.write(self._qat.input_scales_at(self._input_scalars.positions))
+                scalars.memory.copy_(self._qat.scales_at(scalars.positions, scalars.dtype))
+            for scalars in self._input_scalars:
+                scalars.memory.copy_(self._qat.input_scales_at(scalars.positions))
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
@@ -127,7 +122,7 @@ class PackedSource:
     def _packed(self, fragment: Fragment) -> Iterator[Fragment]:
         names, dtype = packed_names(fragment.name), self._dtypes[fragment.name]
         method = WholeBlocks(_FORMAT, None if fragment.view.dtype == dtype else dtype)
-        shared = self._global_scale(fragment.name)
+        shared = self._global_scales[fragment.name]
         for name, encoding in (
             (names.weight, Codes(method, shared)),
             (names.weight_scale, Scales(method, shared)),
@@ -140,34 +135,29 @@ class PackedSource:
     def _scalars(self, weight: str) -> Iterator[Fragment]:
         """Fragments of a weight's global scale and of that of its inputs."""
         names = packed_names(weight)
-        yield Fragment(names.weight_scale_2, (), (), self._global_scale(weight).value)
-        if names.input_scale in self._origin:
-            if weight not in self._input_scales:
-                self._input_scales[weight] = self._scalar()
+        yield Fragment(names.weight_scale_2, (), (), self._global_scales[weight].value)
+        if weight in self._input_scales:
             yield Fragment(names.input_scale, (), (), self._input_scales[weight])
 
-    def _global_scale(self, weight: str) -> GlobalScale:
-        if weight not in self._global_scales:
-            self._global_scales[weight] = GlobalScale(self._scalar())
-        return self._global_scales[weight]
+    def _make_scalars(self, weights: Iterable[str]) -> None:
+        """Memory for the scalars of those weights that have none."""
+        of_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+        for weight in weights:
+            if weight not in self._global_scales:
+                of_dtype[self._dtypes[weight]].append(weight)
+        for dtype, fresh in of_dtype.items():
+            memory = self._memory(len(fresh))
+            self._weight_scalars.append(_Scalars(dtype, memory, self._qat.positions(fresh)))
+            self._global_scales |= zip(fresh, map(GlobalScale, memory.unbind()), strict=True)
+            scaled = [weight for weight in fresh if packed_names(weight).input_scale in self._origin]
+            if scaled:
+                memory = self._memory(len(scaled))
+                self._input_scalars.append(_Scalars(dtype, memory, self._qat.input_positions(scaled)))
+                self._input_scales |= zip(scaled, memory.unbind(), strict=True)
 
-    def _scalar(self) -> torch.Tensor:
-        self._weight_scalars = None
+    def _memory(self, count: int) -> torch.Tensor:
         # NaN until all ranks have made it: what is packed too early shows.
-        return torch.full((), float("nan"), dtype=torch.float32, device=self.device)
-
-    def _find_scalars(self) -> list[_Scalars]:
-        """Where all scalars are, and where their values come from."""
-        of_weights: dict[torch.dtype, dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, scale in self._global_scales.items():
-            of_weights[self._dtypes[name]][name] = scale.value
-        found = [_Scalars.of(memory, dtype, self._qat.positions) for dtype, memory in of_weights.items()]
-        self._input_scalars = (
-            _Scalars.of(self._input_scales, torch.float32, self._qat.input_positions)
-            if self._input_scales
-            else None
-        )
-        return found
+        return torch.full((count,), torch.nan, dtype=torch.float32, device=self.device)
 
 
 def _misfit(fragment: Fragment) -> str:
