@@ -6,6 +6,7 @@ python examples/verl/compare.py nccl nccl_xfer_shards -- trainer.total_training_
 python examples/verl/compare.py --cpu -- trainer.total_training_steps=2
 python examples/verl/compare.py --model qwen3-4b sync rlrefit_sync  # true shapes, random weights, which learn nothing
 python examples/verl/compare.py --model qwen3-0.6b rlrefit_sync_fp8  # the actor quantizes; vLLM's CUTLASS kernels, one GPU
+python examples/verl/compare.py --cpu --actor megatron rlrefit_sync -- trainer.total_training_steps=2
 
 Behind -- stand overrides of grpo_arithmetic.yaml. FOLDER/compare.json has all that was found.
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from missing import missing
-from on_cpus import PLATFORM, environment
+from on_cpus import MEGATRON, PLATFORM, WITHOUT_FUSIONS, environment
 
 # Overrides of grpo_arithmetic.yaml, by way.
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -54,6 +55,32 @@ WAYS = {
     ],
     "rlrefit_separate_async": ["trainer.v1.trainer_mode=rlrefit_separate_async"],
 }
+_ACTOR = "actor_rollout_ref.actor"
+_MEGATRON = f"{_ACTOR}.megatron"
+# Overrides of grpo_arithmetic.yaml, by actor.
+ACTORS = {
+    "fsdp2": [],
+    "megatron": [
+        "model_engine=megatron",
+        f"{_ACTOR}.strategy=megatron",
+        f"~{_ACTOR}.fsdp_config",
+        f"{_ACTOR}.optim.total_training_steps=10",  # Megatron's schedule, which is constant, asks for a number
+        f"{_MEGATRON}.vanilla_mbridge=false",
+        f"{_MEGATRON}.use_remove_padding=false",
+        f"+{_MEGATRON}.override_transformer_config.gradient_accumulation_fusion=false",  # needs Apex
+        f"{_MEGATRON}.override_transformer_config.attention_backend=auto",  # flash needs flash-attn
+    ],
+}
+# What verl's engine imports for an actor besides.
+_PACKAGES = {
+    "fsdp2": [],
+    "megatron": [
+        ("megatron.bridge", "pip install --no-deps megatron-bridge==0.6.2 megatron-core==0.19.2"),
+        ("megatron.energon", "pip install megatron-energon"),
+        ("tensorboard", "pip install tensorboard"),
+        ("deprecation", "pip install deprecation"),
+    ],
+}
 # Ways that need --model, since the tiny model's sizes are not of whole blocks.
 _OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
 # vLLM has its sleep mode on GPUs alone.
@@ -75,7 +102,7 @@ _LONGEST_S = 3600.0
 _LOOK_S = 0.5
 
 
-def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, Any]:
+def run(way: str, actor: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, Any]:
     """One training run, whose output goes to ``FOLDER/WAY.log``; a line here for each step."""
     metrics, log = folder / f"{way}.jsonl", folder / f"{way}.log"
     here = Path(__file__).resolve().parent
@@ -85,8 +112,12 @@ def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, An
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
-    command += ["--config-name", "grpo_arithmetic", *WAYS[way], *(_ON_CPUS if cpu else [])]
-    modules = [*([PLATFORM] if cpu else []), *([_OURS] if way.startswith("rlrefit_") else [])]
+    command += ["--config-name", "grpo_arithmetic", *WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
+    modules = [PLATFORM] if cpu else []
+    if cpu and actor == "megatron":
+        command += WITHOUT_FUSIONS
+        modules.append(MEGATRON)
+    modules += [_OURS] if way.startswith("rlrefit_") else []
     command += [*([f"+{_MODULES}='{','.join(modules)}'"] if modules else []), *overrides]
     variables = {**os.environ, **(environment(folder) if cpu else {}), **own}
     metrics.unlink(missing_ok=True)  # verl would append to those of a run before
@@ -181,6 +212,7 @@ def main(given: list[str]) -> int:
     parser.add_argument(
         "--model", help="of `rlrefit plan --model`: its true shapes with random weights, to time updates"
     )
+    parser.add_argument("--actor", choices=list(ACTORS), default="fsdp2", help="that trains")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
     ways = asked.ways or (
@@ -193,7 +225,7 @@ def main(given: list[str]) -> int:
         wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
         gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
-        wrong = missing(0 if asked.cpu else gpus)
+        wrong = missing(0 if asked.cpu else gpus, packages=_PACKAGES[asked.actor])
     if wrong:
         print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)
         return 2
@@ -208,7 +240,7 @@ def main(given: list[str]) -> int:
     except CatalogError as error:
         print(f"--model: {error}", file=sys.stderr)
         return 2
-    found = [run(way, folder, given[cut + 1 :], asked.cpu) for way in ways]
+    found = [run(way, asked.actor, folder, given[cut + 1 :], asked.cpu) for way in ways]
     (folder / "compare.json").write_text(json.dumps(found, indent=1))
     for one in found:
         print(json.dumps({**one, "steps": one["steps"][-1:]}))

@@ -12,12 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def missing(gpus: int, files: Iterable[tuple[str, str]] = ()) -> list[str]:
+def missing(
+    gpus: int, files: Iterable[tuple[str, str]] = (), packages: Iterable[tuple[str, str]] = ()
+) -> list[str]:
     """A sentence for each thing.
 
     Args:
         gpus: how many this host must have, unless the run joins a Ray cluster.
         files: that this host must have, unless it does: key, and path or URL.
+        packages: that it must have besides: name, and how it is installed.
     """
     told = [
         f"there is no Python package {name} ({how}; see docs/verl.md)"
@@ -25,8 +28,9 @@ def missing(gpus: int, files: Iterable[tuple[str, str]] = ()) -> list[str]:
             ("verl", "pip install verl==0.9.1"),
             ("vllm", "pip install vllm==0.21.0"),
             ("rlrefit", "pip install . in this repository"),
+            *packages,
         )
-        if find_spec(name) is None
+        if not _is_there(name)
     ]
     if find_spec("trl") is not None and not any(map(_has_value_head, ("trl.experimental.ppo", "trl"))):
         told.append(
@@ -47,6 +51,13 @@ def missing(gpus: int, files: Iterable[tuple[str, str]] = ()) -> list[str]:
             if "://" not in path and not Path(path).expanduser().exists()
         ]
     return told
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that holds it
+        return False
 
 
 def _has_value_head(module: str) -> bool:

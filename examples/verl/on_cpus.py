@@ -9,6 +9,21 @@ import os
 from pathlib import Path
 
 PLATFORM = "examples.verl.cpu_platform"
+# With a Megatron actor, beside the platform.
+MEGATRON = "examples.verl.cpu_megatron"
+# Fusions of GPU kernels, which Bridge's provider has by itself.
+WITHOUT_FUSIONS = tuple(
+    f"+actor_rollout_ref.actor.megatron.override_transformer_config.{name}=false"
+    for name in (
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "masked_softmax_fusion",
+        "moe_permute_fusion",
+        "persist_layer_norm",
+    )
+)
 CPU = {
     "VERL_USE_EXTERNAL_MODULES": PLATFORM,
     "VERL_PLATFORM": "cpu",

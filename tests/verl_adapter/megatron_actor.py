@@ -13,22 +13,12 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from examples.verl.on_cpus import WITHOUT_FUSIONS
 from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 from tests.verl_adapter.fsdp_actor import weight
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _TRANSFORMER = f"{_MEGATRON}.override_transformer_config"
-# Of GPU kernels, which Bridge's provider has by itself.
-_FUSIONS = (
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "cross_entropy_loss_fusion",
-    "masked_softmax_fusion",
-    "moe_permute_fusion",
-    "persist_layer_norm",
-)
-_ON_CPUS = tuple(f"+{_TRANSFORMER}.{name}=false" for name in _FUSIONS)
 
 
 class MegatronActor(ActorRolloutRefWorker):
@@ -43,7 +33,7 @@ class MegatronActor(ActorRolloutRefWorker):
         f"{_MEGATRON}.tensor_model_parallel_size=2",
         f"+{_TRANSFORMER}.gradient_accumulation_fusion=false",  # which needs Apex
         "actor_rollout_ref.actor.optim.total_training_steps=10",
-        *(() if torch.cuda.is_available() else _ON_CPUS),
+        *(() if torch.cuda.is_available() else WITHOUT_FUSIONS),
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

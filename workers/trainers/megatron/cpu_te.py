@@ -315,8 +315,10 @@ class TEDotProductAttention(DotProductAttention):
     ) -> Tensor:
         if self.config.context_parallel_size > 1:
             key, value = self._of_all_ranks(key), self._of_all_ranks(value)
-            # Transformer Engine, too, reads no other mask where attention is causal.
             attention_mask = self._unseen(key.shape[0])
+        elif self.attn_mask_type == AttnMaskType.causal:
+            # Transformer Engine, too, reads no mask where attention is causal: verl gives one of rows ``[B, S]`` there.
+            attention_mask = None
         kwargs = _fitting(DotProductAttention.forward, kwargs)
         return super().forward(query, key, value, attention_mask, *args, **kwargs)
 
