@@ -1,4 +1,4 @@
-"""Errors of a refit, and a function that closes all that is open after one.
+"""Errors of a refit, and what closes all that is open after one.
 
 Each error says what happened, where, what it means for the engine, and what to do.
 """
@@ -6,7 +6,10 @@ Each error says what happened, where, what it means for the engine, and what to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +99,20 @@ def end_all(steps: Iterable[Callable[[], object]], cause: BaseException | None =
             logger.warning("%s as another error ended what was open", type(other).__name__, exc_info=other)
     if raised is not cause:
         raise raised
+
+
+class Closable(Protocol):
+    """A group, or what has taken one over."""
+
+    def close(self, *, failed: bool) -> None:
+        """End it; ``failed``: peers may be gone."""
+
+
+@contextmanager
+def closed_on_error(opened: Closable) -> Iterator[None]:
+    """Close ``opened`` as failed if the block ends with an error, an interrupt too, which is raised."""
+    try:
+        yield
+    except BaseException as error:
+        end_all([partial(opened.close, failed=True)], error)
+        raise

@@ -24,16 +24,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from operator import index
-from typing import SupportsIndex, cast
+from typing import cast
 
 import torch
 
 from .comm.waiting import wait_until
 from .config import RefitConfig, require_equal_settings
 from .control import Rendezvous
-from .control.channel import Channel
-from .control.world import RefitWorld
+from .control.channel import Channel, refusals_told
+from .control.world import RefitWorld, whole_number
 from .delta.choice import DENSE
 from .engine.refit import Moved, RefitEngine
 from .errors import EngineDirty, RefitError, RefitTimeout, end_all
@@ -156,10 +155,11 @@ class RefitSession:
             RefitError: the configuration is wrong; all that is wrong with it is listed.
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
-        problems = config.violations()
-        if problems:
-            raise RefitError("; ".join(problems), stage="settings", rank=rank)
-        world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+        with refusals_told(rendezvous, rank):
+            world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+            problems = config.violations()
+            if problems:
+                raise RefitError("; ".join(problems), stage="settings", rank=world.rank)
         start = time.monotonic()
         channel = Channel(rendezvous, world, config.timeout_s)
         refit_engine: RefitEngine | None = None
@@ -233,7 +233,7 @@ class RefitSession:
             )
         self._under_way = True
         try:
-            version = _whole_number(version, self.world.rank)
+            version = self._required(version)
             if before is not None:
                 before()
             # Copies of parameters that are trained would make buffers a part of their graph, which would grow with each refit.
@@ -306,6 +306,18 @@ class RefitSession:
         if self.world.is_source and isinstance(cause, Exception):
             blamed = cause.blamed if isinstance(cause, RefitError) else -1
             self.engine.draw_rest(blamed)
+
+    def _required(self, version: object) -> int:
+        """A version as a number."""
+        number = whole_number(version)
+        if number is None:
+            raise RefitError(
+                f"the version is {version!r}, and no whole number from 0 on, by which weights are told apart. Nothing was written; give the "
+                "trainer's step",
+                stage="handshake",
+                rank=self.world.rank,
+            )
+        return number
 
     def _refit(self, version: int, timeline: bool) -> RefitRecord:
         device, clock = self._endpoint.device, self._clock
@@ -523,22 +535,6 @@ def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> No
         stage="settings",
         rank=world.rank,
     )
-
-
-def _whole_number(version: object, rank: int) -> int:
-    """A version as Python's own integer, of NumPy's or a tensor too: records and messages hold no other."""
-    try:
-        number = -1 if isinstance(version, bool) else index(cast(SupportsIndex, version))
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise RefitError(
-            f"the version is {version!r}, and no whole number from 0 on, by which weights are told apart. Nothing was written; give the "
-            "trainer's step",
-            stage="handshake",
-            rank=rank,
-        )
-    return number
 
 
 def _memory_mark(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -185,14 +185,6 @@ def train(
         digests=digests,
         weights=weights_of(policy),
     )
-
-
-def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Of their bytes."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
 
 
 def resume(

@@ -419,7 +419,7 @@ class BucketSender:
                 f"as a {type(tensor).__name__} of layout {tensor.layout}, whose bytes are not those of the whole weight; "
                 "gather it (DTensor.full_tensor(), say) before it is sent",
             )
-        return flat_bytes(tensor.detach().contiguous())
+        return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
     def _wrong(self, name: str, what: str) -> RefitMismatch:
         return RefitMismatch(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -17,7 +16,7 @@ from ..comm.group import members
 from ..comm.opening import GroupChoice, open_group
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..errors import RefitMismatch, end_all
+from ..errors import RefitMismatch, closed_on_error
 from ..plan import CHECKSUM_BYTES, aligned
 from ..records.clock import StageClock
 from ..weights.manifest import TensorSpec, dtype_name
@@ -106,7 +105,7 @@ class PackedBroadcast:
         if not specs or place is None:
             return opened
         group = open_group(channel, choice, "misc", place, device, 1, min(bucket_bytes, opened.nbytes))
-        try:
+        with closed_on_error(group):
             group.connect_broadcast(0)
             # A tensor that is larger than a bucket has one of its own, which is not held.
             held = [size for size in opened._sizes if size <= aligned(bucket_bytes) + CHECKSUM_BYTES]
@@ -118,9 +117,6 @@ class PackedBroadcast:
                 max(held, default=0),
                 len(held) if choice.kind == "network" and not sleeps else 0,
             )
-        except BaseException as error:
-            end_all([partial(group.close, failed=True)], error)
-            raise
         return opened
 
     @property

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import PeerLost, RefitError, RefitTimeout, end_all
+from ..errors import PeerLost, RefitError, RefitTimeout, closed_on_error
 from .group import Event, Exchange, Group, PeerBuffer, classifying
 from .waiting import done_within, gpu_is_stuck, guarded, leave_running
 
@@ -91,12 +91,9 @@ class TorchGroup(Group):
         """
         group = cls(rank, size, device, timeout_s, watch, lanes)
         group._address = address
-        try:
+        # Also the lanes that are open already: peers would wait for them.
+        with closed_on_error(group):
             group._open_lanes(store, name)
-        except BaseException as error:
-            # The lanes that are open already: peers would wait for them.
-            end_all([partial(group.close, failed=True)], error)
-            raise
         return group
 
     @classmethod

@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
-from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, end_all
 from . import Connection, GroupStore, Rendezvous
 from .decoding import decode_from
 from .epoch_state import PATIENCE_S, PATIENCE_SHARE
 from .frames import (
+    NO_RANK,
     Malformed,
     Op,
     Status,
@@ -29,7 +31,7 @@ from .frames import (
     unpack_numbers,
     unpack_values,
 )
-from .world import RefitWorld
+from .world import RefitWorld, whole_number
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -215,7 +217,7 @@ class Channel:
 
     def give_up(self, error: BaseException) -> None:
         """As :meth:`abort`, for an error of this rank."""
-        self.abort(f"{type(error).__name__}: {error}", symptom=_is_symptom(error))
+        self.abort(_told(error), symptom=_is_symptom(error))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What to raise after this rank gave up with ``error``: why the first rank gave up, if that is known, or ``error``.
@@ -337,6 +339,37 @@ class Channel:
                 rank=self.world.rank,
                 blamed=sender,
             ) from error
+
+
+@contextmanager
+def refusals_told(rendezvous: Rendezvous, rank: object) -> Iterator[None]:
+    """Tell all ranks of an epoch what ends the block, in which this process has not joined yet: it is raised by it, and they raise
+    ``PeerLost`` with its text.
+
+    Args:
+        rendezvous: of the epoch.
+        rank: that this process was to be; if it is none of the epoch's, the others hear that alone.
+    """
+    try:
+        yield
+    except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
+        end_all([partial(_refuse, rendezvous, rank, error)], error)
+        raise
+
+
+def _refuse(rendezvous: Rendezvous, rank: object, error: BaseException) -> None:
+    number = whole_number(rank)
+    try:
+        connection = Connection(rendezvous, NO_RANK if number is None else min(number, NO_RANK), _FAREWELL_S)
+        connection.request(Op.ABORT, [_told(error).encode()], stage="abort")
+        connection.close()
+    except RefitError as refused:
+        # Of a process that can't be any rank the rendezvous tells all others itself.
+        logger.info("the rendezvous did not take why this process does not join: %s", refused)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_symptom(error: BaseException) -> bool:

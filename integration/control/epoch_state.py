@@ -155,6 +155,11 @@ class EpochState:
                 return [(caller, pack_body(Status.OK, [b"\1" if there else b"\0"]))]
         raise Malformed(f"request {code} with {len(fields)} fields is unknown; another version of rlrefit?")
 
+    def turned_away(self, rank: int, address: str, why: str) -> list[Answer]:
+        """A process that holds the token can't be ``rank``, or any rank: -1."""
+        answers = self._conclude(rank, f"a process at {address} can't join: {why}")
+        return [*answers, *self._release_host(0.0)]
+
     def lost(self, rank: int) -> list[Answer]:
         """The connection of ``rank`` has ended. If the rank did not leave before, it is dead."""
         if rank in self._left:

@@ -32,6 +32,8 @@ PROTOCOL_VERSION = 10
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")
+# In the place of the rank of a process that was given none.
+NO_RANK = 0xFFFFFFFF
 GREETING_BYTES = _GREETING.size
 _HELLO = struct.Struct(f"<B{NONCE_BYTES}sIB{PROOF_BYTES}s")
 HELLO_BYTES = _HELLO.size
@@ -122,7 +124,7 @@ def proof(
     version: int = PROTOCOL_VERSION,
 ) -> bytes:
     """HMAC-SHA256 under the token of who is opening which connection; ``label`` tells the two sides apart."""
-    said = struct.pack("<BIB", version, rank & 0xFFFFFFFF, role)
+    said = struct.pack("<BIB", version, rank, role)
     return hmac.digest(key, label + server_nonce + client_nonce + said, "sha256")
 
 

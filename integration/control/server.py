@@ -24,6 +24,7 @@ from .frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_MESSAGE,
+    NO_RANK,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     SPIN_S,
@@ -277,8 +278,9 @@ class RendezvousServer:
         self._send(peer, proof(self._key, b"server", peer.nonce, nonce, rank, role))
         meeting = self.rendezvous
         if rank >= meeting.size:
+            given = "what it was given as its rank" if rank == NO_RANK else f"rank {rank}"
             why = (
-                f"rank {rank} is not in the refit world of {meeting.size} ranks, which was opened for "
+                f"{given} is not in the refit world of {meeting.size} ranks, which was opened for "
                 f"{meeting.train_ranks} trainer and {meeting.gen_ranks} generation ranks"
             )
         elif role is Role.MEMBER and rank in self._members:
@@ -293,6 +295,9 @@ class RendezvousServer:
             self._answer([(peer, pack_body(Status.OK, numbers))])
             return
         self._answer([(peer, pack_body(Status.REFUSED, [why.encode()]))])
+        if len(self._members) < meeting.size:
+            # Some rank's place stays empty, and all others would wait for it to their limit.
+            self._answer(self._state.turned_away(rank if rank < meeting.size else -1, peer.host, why))
         self._refuse(peer, why)
 
     def _end_for_version(self, peer: _Peer, rank: int, version: int, now: float) -> None:

@@ -7,8 +7,18 @@ import socket
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
+from typing import SupportsIndex, cast
 
 from ..errors import RefitError
+
+
+def whole_number(given: object) -> int | None:
+    """A number from 0 on as Python's own, of NumPy's and tensors too: records and messages hold no other. None for anything else."""
+    try:
+        number = -1 if isinstance(given, bool) else index(cast(SupportsIndex, given))
+    except TypeError:
+        return None
+    return number if number >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,14 @@ class RefitWorld:
                 f"a refit needs a rank on each side, but there are {self.train_ranks} trainer and "
                 f"{self.gen_ranks} generation ranks"
             )
-        try:
-            rank = index(self.rank)
-        except TypeError:
-            rank = -1
-        if not 0 <= rank < self.size:
+        rank = whole_number(self.rank)
+        if rank is None or rank >= self.size:
             raise RefitError(
                 f"rank {self.rank!r} is not in the refit world of {self.size} ranks: the trainer's are 0 to {self.train_ranks - 1}, "
-                f"the engines' {self.train_ranks} to {self.size - 1}. This rank has met nobody, and the others wait for it; give "
-                "each process its own of these numbers",
+                f"the engines' {self.train_ranks} to {self.size - 1}. This process has not joined; give each process its own of these "
+                "numbers",
                 stage="rendezvous",
             )
-        # Of NumPy's integers too: messages hold no other than Python's.
         object.__setattr__(self, "rank", rank)
 
     @property

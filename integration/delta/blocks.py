@@ -33,6 +33,8 @@ SPARSE, BITMAP, WHOLE = range(3)
 ENTRY_BYTES = 16
 # Of a pass, int64: blocks packed, bytes reserved, end of the data, blocks without room, elements that differ.
 COUNTS = 5
+# Bytes of an element at most: of the largest number that a kernel compares.
+MOST_ITEMSIZE = 8
 # Elements of a block at most: as many as an index of 16 bits tells apart. Fewer would make more blocks, each of which takes time.
 MOST = 1 << 16
 

@@ -21,7 +21,7 @@ from ..control.world import RefitWorld
 from ..delta.choice import DENSE, Choice
 from ..delta.path import DeltaPath
 from ..delta.recording import Recording
-from ..errors import TransportUnavailable, end_all
+from ..errors import TransportUnavailable, closed_on_error, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
@@ -162,20 +162,18 @@ class BulkPath:
         group = open_group(
             self._channel, choice, name, (world.rank, world.size), device, 1, config.bucket_bytes
         )
-        made = DeltaPath(
-            group, world.rank, plan, config.delta_base, config.bucket_bytes, config.verify, world.describe
-        )
+        with closed_on_error(group):
+            made = DeltaPath(
+                group, world.rank, plan, config.delta_base, config.bucket_bytes, config.verify, world.describe
+            )
         reason = ""
-        try:
+        with closed_on_error(made):
             _, wanted = self._channel.exchange(name, [None], made.describe())
             try:
                 made.connect(wanted)
             except TransportUnavailable as error:
                 reason = str(error)
             return made, self._channel.vote(f"{name}/connected", reason)
-        except BaseException as error:
-            end_all([partial(made.close, failed=True)], error)
-            raise
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Bind the transport to this rank's storage and tell all peers of it; again whenever some rank's has moved.

@@ -23,6 +23,7 @@ from ..comm.opening import GroupChoice, choose_delta_groups, choose_group, requi
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
+from ..delta.blocks import MOST_ITEMSIZE
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
@@ -58,7 +59,7 @@ from .agreement import (
     specs_digest,
 )
 from .bulk import BulkPath
-from .refusals import refused_on_engine
+from .refusals import refused_on_engine, require_written_once, unlike_their_bytes
 from .shared_scales import CutSlots, SharedScales
 
 logger = logging.getLogger(__name__)
@@ -118,12 +119,14 @@ class RefitEngine:
         channel: of the epoch.
 
     Raises:
-        ValueError: there is no way of that name; lists those that there are.
+        RefitError: there is no way of that name; lists those that there are.
     """
 
     def __init__(self, name: str, config: RefitConfig, world: RefitWorld, channel: Channel):
         if name not in WAYS:
-            raise ValueError(f"there is no refit engine {name!r}; use {', '.join(WAYS)}")
+            raise RefitError(
+                f"there is no refit engine {name!r}; use {', '.join(WAYS)}", stage="settings", rank=world.rank
+            )
         self.name = name
         self.way = WAYS[name]
         self.config = config
@@ -621,9 +624,14 @@ class RefitEngine:
 
     def _fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         if not self.world.is_source:
-            return cast(WeightDestination, self._endpoint).fragments(list(specs))
-        # On the conventional path a trainer's shards do not matter: it exports whole weights.
-        return ([], {}) if self.way.all_misc else cast(WeightSource, self._endpoint).fragments()
+            fragments, refused = cast(WeightDestination, self._endpoint).fragments(list(specs))
+            require_written_once(fragments, self.world.rank)
+        elif self.way.all_misc:
+            return [], {}  # a trainer's shards do not matter: it exports whole weights
+        else:
+            fragments, refused = cast(WeightSource, self._endpoint).fragments()
+        most_itemsize = MOST_ITEMSIZE if self.config.delta != "off" else float("inf")
+        return fragments, unlike_their_bytes(fragments, most_itemsize) | refused
 
 
 def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
-"""Weights of which an engine rank has fragments, and that must not go shard to shard into them all the same.
+"""Weights of which a rank has fragments, and that must not go shard to shard from or into them all the same.
 
-They take the misc path: the engine's own loader knows what becomes of them.
+They take the misc path: the trainer's export resolves them, and the engine's own loader knows what becomes of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,51 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ..errors import PlanError
 from ..layout import Fragment
+from ..packing import repeats
 from ..quantize.formats import Format
+
+
+def unlike_their_bytes(fragments: Sequence[Fragment], most_itemsize: float) -> dict[str, str]:
+    """What neither side can move as the bytes that its memory holds.
+
+    Args:
+        fragments: of any rank.
+        most_itemsize: bytes of an element at most.
+
+    Returns:
+        Hugging Face name → reason.
+    """
+    found: dict[str, str] = {}
+    # Subclasses (vLLM's parameters) would run their own code for each question.
+    with torch._C.DisableTorchFunctionSubclass():
+        for fragment in fragments:
+            view = fragment.view
+            if view.is_conj() or view.is_neg():
+                found[fragment.name] = "it is a lazy conjugate or negative, whose memory holds other values"
+            elif fragment.dtype.itemsize > most_itemsize:
+                found[fragment.name] = f"sparse refits compare elements of at most {most_itemsize} bytes"
+    return found
+
+
+def require_written_once(fragments: Sequence[Fragment], rank: int) -> None:
+    """Check that each element of an engine's weights has a place of its own.
+
+    Raises:
+        PlanError: several share one, as after ``expand``; names the first such weight.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for fragment in fragments:
+            if repeats(fragment.view.shape, fragment.view.stride()):
+                raise PlanError(
+                    f"this engine's weight is expanded: shape {list(fragment.view.shape)} with strides {list(fragment.view.stride())}, "
+                    "so that several elements share one place and would keep the last of their values; nothing was written. Give the "
+                    "parameter memory of its own (clone() it after expand())",
+                    stage="plan",
+                    rank=rank,
+                    parameter=fragment.name,
+                )
 
 
 def refused_on_engine(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import torch
 from ..comm.group import Group, members
 from ..comm.opening import GroupChoice, open_group
 from ..control.channel import Channel
-from ..errors import PlanError, end_all
+from ..errors import PlanError, closed_on_error
 from ..layout import Box, Fragment, box_of, coverage_gap, intersect, subtract_all, volume
 from ..packing.encoded import EncodedPair, EncodedView, Encoder, make_encoders
 from ..plan.classes import TensorClass
@@ -110,12 +109,9 @@ class SharedScales:
         group = open_group(
             channel, choice, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1)
         )
-        scales = SharedScales(slots, device, group)
-        try:
+        with closed_on_error(group):
+            scales = SharedScales(slots, device, group)
             scales.connect()
-        except BaseException as error:
-            end_all([partial(group.close, failed=True)], error)
-            raise
         return scales
 
     def connect(self) -> None:

@@ -5,7 +5,7 @@ from .checksum import ChecksumViews, checksum
 from .copies import Checksums, Copy, CpuCopies, JoinedCopies, make_checksums, make_copy
 from .encoded import EncodedView, Encoder, EncodingsByHost, NotComputable, make_encoders
 from .rows import row_bytes
-from .strided import Strided
+from .strided import Strided, repeats
 from .tables import CastTable, ChecksumTable, CopyTable, copy_rows
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "make_checksums",
     "make_copy",
     "make_encoders",
+    "repeats",
     "row_bytes",
 ]

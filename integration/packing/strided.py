@@ -11,6 +11,11 @@ import torch
 from ..layout import Box
 
 
+def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements surely share their memory, as after ``expand``; such memory can't be written to."""
+    return 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Strided:
     """Elements at regular places in memory.
@@ -84,8 +89,8 @@ class Strided:
 
     @property
     def repeats(self) -> bool:
-        """Whether two elements surely share their memory, as after ``expand``; such memory can't be written to."""
-        return any(n > 1 and stride == 0 for n, stride in zip(self.shape, self.strides, strict=True))
+        """As the function of this name."""
+        return repeats(self.shape, self.strides)
 
     def slice(self, box: Box) -> Strided:
         """The elements of ``box``, whose ranges count from this memory's first element.

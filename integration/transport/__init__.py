@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -12,7 +11,7 @@ from ..comm.opening import GroupChoice, open_group, without_nccl
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import host_identity
-from ..errors import TransportUnavailable, end_all
+from ..errors import TransportUnavailable, closed_on_error
 from ..gpu_memory.availability import GpuFacts, availability
 from ..plan import BroadcastPlan, Plan
 from .base import TransferResult, Transport
@@ -94,11 +93,8 @@ def make_transport(
         # Over gloo the rounds of one lane follow each other closely, and a second one's thread would compete for cores
         # with it.
         opened = group(config.streams if device.type == "cuda" else 1)
-        try:
+        with closed_on_error(opened):
             return P2PTransport(opened, world.rank, plan, config.verify, channel.turn)
-        except BaseException as error:
-            end_all([partial(opened.close, failed=True)], error)
-            raise
     if transport == "m2n" and isinstance(plan, ReshardPlan):
         one_host = _require_m2n(channel, choice, device, config)
         return _open_m2n(group, channel, device, plan, config, one_host)
@@ -119,9 +115,11 @@ def make_transport(
             may_pull=config.transport != "auto" or choice.kind != "network",
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
-        return GoldenTransport(
-            group(1), world.rank, plan, config.verify, channel.turn, is_source=world.is_source
-        )
+        opened = group(1)
+        with closed_on_error(opened):
+            return GoldenTransport(
+                opened, world.rank, plan, config.verify, channel.turn, is_source=world.is_source
+            )
     raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull, m2n or golden")
 
 
@@ -154,8 +152,7 @@ def _open_m2n(
     world = channel.world
     told = channel.vote("m2n/ids", [i.hex() for i in new_ids(config.streams)] if world.rank == 0 else None)
     opened = group(config.streams)
-    communicators: Communicators | None = None
-    try:
+    with closed_on_error(opened):
         communicators = Communicators(
             [bytes.fromhex(one) for one in told[0]],
             world.rank,
@@ -166,8 +163,5 @@ def _open_m2n(
             channel.timeout_s,
             channel.check_abort,
         )
-        return M2nTransport(opened, communicators, world.rank, plan, config.verify, channel.turn)
-    except BaseException as error:
-        steps = [] if communicators is None else [partial(communicators.close, failed=True)]
-        end_all([partial(opened.close, failed=True), *steps], error)
-        raise
+        with closed_on_error(communicators):
+            return M2nTransport(opened, communicators, world.rank, plan, config.verify, channel.turn)

@@ -19,6 +19,7 @@ from ..config import require_equal_settings
 from ..control.decoding import decode
 from ..errors import RefitMismatch, TransportUnavailable
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
+from ..packing import repeats
 from ..transport import TransferResult
 from ..weights.manifest import dtype_name
 from .cache import Request, Transfers
@@ -152,7 +153,11 @@ def xferdtensor(
         if request.shape is None or not transfers.agreed(request):
             request = _agree(transfers, request, members, source, destination)
         _check_local_shapes(rank, request.full_shape, source, destination)
-        return transfers.run(request, source.local, destination.local)
+        held = source.local
+        # What memory holds travels, and of a lazy conjugate or negative these are other values.
+        return transfers.run(
+            request, None if held is None else held.resolve_conj().resolve_neg(), destination.local
+        )
 
 
 def _check_options(transport: str, verify: str) -> None:
@@ -239,6 +244,8 @@ def _check_own(rank: int, source: _End, destination: _End) -> None:
             )
         if not inside and end.local is not None:
             raise ValueError(f"rank {rank} is not in {end.name}_mesh, but {end.name} is given; pass None")
+    if destination.local is not None:
+        _check_writable(rank, destination.local)
     if source.local is not None and destination.local is not None:
         if source.local.device != destination.local.device:
             raise ValueError(
@@ -255,6 +262,19 @@ def _check_own(rank: int, source: _End, destination: _End) -> None:
                 f"src and dst of rank {rank} overlap in memory; parts would be overwritten before they are read. Give "
                 "dst memory of its own"
             )
+
+
+def _check_writable(rank: int, local: torch.Tensor) -> None:
+    if local.is_conj() or local.is_neg():
+        raise ValueError(
+            f"dst of rank {rank} is a lazy conjugate or negative, whose memory would hold other values than come. Give the "
+            "tensor whose conjugate or negative it is, or memory of its own"
+        )
+    if repeats(local.shape, local.stride()):
+        raise ValueError(
+            f"dst of rank {rank} is expanded: several of its elements share one place, and would keep the last of their values. "
+            "Give dst memory of its own"
+        )
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import policy_scenes as scenes
+from tests.digests import digest_of
 
 from .models import STEPS
 
@@ -75,7 +76,7 @@ def digest(policy: Any) -> str:
     tensors = [*policy.model.parameters(), *scenes.input_scales(policy)]
     for values in policy._optimizer.state.values():
         tensors += [values[name] for name in sorted(values)]
-    return scenes.digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
 
 
 def everything(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.policy_scenes import digest_of
+from tests.digests import digest_of
 from tests.spawn import free_port
 
 from .needs import needs

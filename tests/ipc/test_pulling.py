@@ -318,6 +318,16 @@ def test_all_receivers_pull_if_they_are_asked_to(driver: PlayedDriver) -> None:
     ranks.close()
 
 
+def test_a_trainers_weight_of_which_elements_share_a_place_is_refused_by_name_before_anybody_reads_it(
+    driver: PlayedDriver,
+) -> None:
+    trainer, _, ranks = two(driver, sleeps=False)
+    trainer.views["b"] = trainer.views["b"][:1].expand(300, 33)
+    with pytest.raises(TransportUnavailable) as refused:
+        ranks.bind()
+    assert (refused.value.parameter, refused.value.rank, refused.value.stage) == ("b", 0, "bind")
+
+
 def test_nothing_is_read_before_the_sender_says_so(driver: PlayedDriver) -> None:
     trainer, engine, ranks = two(driver, sleeps=False)
     ranks.bind()

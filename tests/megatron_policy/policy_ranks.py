@@ -13,6 +13,7 @@ import torch
 
 from rlrefit.workers.trainers.qat.config import QATConfig
 from tests import policy_scenes as scenes
+from tests.digests import digest_of
 from tests.fsdp_policy import ranks as fsdp
 
 
@@ -93,7 +94,7 @@ def digest(policy: Any) -> str:
     tensors = [p for chunk in policy.model for p in chunk.parameters()]
     tensors += [p for group in policy._optimizer.param_groups for p in group["params"]]
     tensors += scenes.input_scales(policy)
-    return scenes.digest_of(tensors)
+    return digest_of(tensors)
 
 
 def exported(policy: Any) -> dict[str, torch.Tensor]:

@@ -139,12 +139,3 @@ def test_weights_that_a_sleep_discarded_are_not_served_after_a_refusal_and_are_a
         engine.refit(2)
     engine.guard.require_servable()
     assert engine.destination.wrong(2) == []
-
-
-def test_a_field_that_no_refit_has_is_refused_by_name_before_anybody_is_met(
-    sides: tuple[Trainer, Engine],
-) -> None:
-    _, engine = sides
-    with pytest.raises(RefitError, match=r"has timeout, .*timeout_s") as caught:
-        engine.join_refit({}, 1, {"timeout": 3})
-    assert caught.value.stage == "settings"

@@ -24,7 +24,8 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
     """The whole weight at a version: any two elements or versions differ wherever the dtype can tell."""
     seed = sum(ord(c) for c in spec.name) * 1009 + version
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(spec.shape, generator=generator).to(spec.dtype)
+    drawn = spec.dtype if spec.dtype.is_complex else torch.float32
+    return torch.randn(spec.shape, generator=generator, dtype=drawn).to(spec.dtype)
 
 
 class SyntheticSource:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration import transport
+from rlrefit.integration.broadcast import packed
 from rlrefit.integration.comm.group import Group
 from rlrefit.integration.comm.torch_group import TorchGroup
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.engine import bulk, shared_scales
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, end_all
 from rlrefit.integration.session import RefitSession, ServingState
 
@@ -188,6 +192,19 @@ def breaking(steps: list[str], name: str, call: Callable[..., Any]) -> Callable[
     return step
 
 
+def recorded_groups(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[TorchGroup]:
+    """The groups that a module opens from here on."""
+    opened: list[TorchGroup] = []
+    make = module.open_group
+
+    def recorded(*args: Any) -> TorchGroup:
+        opened.append(make(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(module, "open_group", recorded)
+    return opened
+
+
 def test_after_a_failure_every_step_is_taken_and_the_cause_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     sources, destinations = world(1)
@@ -228,6 +245,44 @@ def test_a_session_that_can_not_open_closes_all_and_raises_the_cause(monkeypatch
     results = run_world(sources, destinations, lambda *_: None)
     assert isinstance(results[ENGINE], ZeroDivisionError)
     assert all(isinstance(error, PeerLost) for error in results[:2])
+
+
+@pytest.mark.parametrize(
+    ("module", "taker", "engine", "fields"),
+    [
+        (transport, "P2PTransport", "nccl_xfer", {"transport": "p2p"}),
+        (transport, "GoldenTransport", "nccl_xfer", {"transport": "golden"}),
+        (bulk, "DeltaPath", "nccl_xfer", {"transport": "p2p", "delta": "always"}),
+        (packed, "Buckets", "packed_broadcast", {}),
+    ],
+)
+def test_what_can_not_take_its_group_over_leaves_none_open_on_any_rank(
+    module: Any, taker: str, engine: str, fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = recorded_groups(monkeypatch, module)
+    # One buffer too many, say.
+    monkeypatch.setattr(module, taker, breaking([], taker, lambda *args, **kwargs: None))
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, **fields)  # type: ignore[arg-type]
+    results = run_world(*world(1), lambda *_: None, config, engine)
+    assert any(isinstance(error, Broken) for error in results)
+    assert all(isinstance(error, Broken | PeerLost) for error in results)
+    assert opened
+    assert [group for group in opened if group._backends] == []
+
+
+def test_scales_that_can_not_take_their_group_over_leave_it_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = recorded_groups(monkeypatch, shared_scales)
+    make = shared_scales.SharedScales.open
+    monkeypatch.setattr(shared_scales, "SharedScales", breaking([], "scales", lambda *args: None))
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        slots = shared_scales.CutSlots(4, {}, {})
+        return make(session._channel, session.engine._group_choice, slots, endpoint.device)
+
+    trainers = run_world(*world(1), body)[:2]
+    assert [type(error) for error in trainers] == [Broken, Broken]
+    assert len(opened) == 2
+    assert [group._backends for group in opened] == [[], []]
 
 
 def test_closing_raises_what_failed_once_the_epoch_has_been_left() -> None:

@@ -192,6 +192,10 @@ def overlapping(rank: int) -> dict[str, Any]:
     return {"src": storage[:2], "dst": storage[1:5, :2], "src_mesh": [0, 1], "dst_mesh": [1, 0, 2]}
 
 
+# Rank 0 on the receiving side alone.
+LATER = {"src": None, "src_mesh": [1, 2], "dst_mesh": [0, 3, 4]}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -204,6 +208,9 @@ def overlapping(rank: int) -> dict[str, Any]:
         ({"dst_mesh": [2, 3], "transport": "golden"}, r"ranks \[4\] are in neither mesh"),
         (overlapping(0), "overlap in memory"),
         ({"dst_mesh": [0, 2, 3], "dst": torch.zeros(4, 2, dtype=torch.int8)}, "src is float32 and dst int8"),
+        (LATER | {"dst": torch.zeros(4, 2).T[:1].expand(4, 4)}, "dst of rank 0 is expanded"),
+        (LATER | {"dst": torch._neg_view(torch.zeros(4, 2))}, "dst of rank 0 is a lazy"),
+        (LATER | {"dst": torch.zeros(4, 2, dtype=torch.complex64).conj()}, "dst of rank 0 is a lazy"),
         ({"dst_placements": [Shard(2)], "shape": (4, 6)}, "does not have"),
         ({"dst_placements": [Shard(0)] * 2}, "2 placements for a mesh of 1 dimensions"),
     ],
@@ -213,6 +220,41 @@ def test_arguments_that_are_wrong_on_their_own_are_refused_at_once(
 ) -> None:
     with pytest.raises((ValueError, RefitMismatch), match=message):
         xferdtensor(**(arguments(world.groups[0], 0) | {"timeout_s": 2.0} | changed))
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_a_source_travels_as_it_shows_though_its_memory_holds_other_values_or_one_for_several(
+    world: GroupWorld, transport: str
+) -> None:
+    conjugate, negative = random_tensor((4, 6), torch.complex64, 1), random_tensor((4, 6), torch.float16, 2)
+    shown = [
+        conjugate.conj(),
+        torch._neg_view(negative),
+        random_tensor((1, 6), torch.complex128, 3).expand(4, 6),
+    ]
+
+    def body(rank: int, group: Group) -> list[bool]:
+        found = []
+        for src in shown:
+            dst = torch.empty(4, 2, dtype=src.dtype)
+            kept = (
+                src if rank == 0 else None,
+                [0],
+                [Replicate()],
+                dst if rank > 1 else None,
+                [2, 3, 4],
+                [Shard(1)],
+            )
+            if transport == "golden":
+                kept = src if rank < 2 else None, [0, 1], [Replicate()], *kept[3:]
+            for _ in range(2):
+                dst.view(torch.uint8).fill_(POISON)
+                xferdtensor(*kept, group, transport=transport, timeout_s=20.0)
+                part = src[:, 2 * (rank - 2) : 2 * (rank - 1)].resolve_conj().resolve_neg()
+                found.append(rank < 2 or as_bytes(dst) == as_bytes(part))
+        return found
+
+    assert world.run(body) == [[True] * 6] * RANKS
 
 
 def test_a_layout_is_compared_once_when_the_shape_is_given_and_at_each_call_otherwise(

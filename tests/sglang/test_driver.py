@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from rlrefit.integration.colocated.stages import StageError
-from rlrefit.integration.errors import RefitError, RefitTimeout
+from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.workers.engines.sglang.callers import Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
+from tests.refit.meeting import join
 
 from .conftest import Drive
 from .engine_double import EngineDouble, Holder, ManagerDouble
@@ -179,8 +181,15 @@ def test_a_store_that_was_attached_to_a_running_engine_is_refused_until_it_is_de
     driven = drive(enable_hierarchical_cache=True)
     updates, refit = driven.manager.updates, driven.refit
     updates["hicache_storage_backend"] = "file"
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    trainer = join(server, 0)
     with pytest.raises(RefitError, match="hicache_storage_backend"):
-        refit.join_refit({}, 1, CONFIG)
+        refit.join_refit(server.rendezvous.to_json(), 1, CONFIG)
+    with pytest.raises(PeerLost, match="hicache_storage_backend") as heard:
+        trainer.barrier("ready")
+    assert heard.value.blamed == 1
+    trainer.close()
+    server.close()
     updates["hicache_storage_backend"] = None
     with driven.met() as bring:
         for version, index in enumerate((1, 2)):

@@ -25,7 +25,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from rlrefit.integration.quantize.fp8_blockwise import quantize
-from rlrefit.workers.engines.vllm.extension import _digest_of
+from tests.digests import digest_of
 from tests.ray_cluster import patient_ray
 from tests.verl_adapter.fsdp_actor import SPARSE, Actor, weight
 
@@ -168,7 +168,7 @@ def expected(checkpoint: Path, version: int, *, fp8: bool = False) -> dict[str, 
                 fused[name.replace(part, joined)] = torch.cat([whole[name.replace(part, p)] for p in parts])
         if not any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
             fused[name] = tensor
-    return {name: _digest_of(tensor) for name, tensor in fused.items()}
+    return {name: digest_of([tensor]) for name, tensor in fused.items()}
 
 
 @contextmanager

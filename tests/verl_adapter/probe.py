@@ -12,9 +12,9 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from rlrefit.workers.engines.vllm.drafters import live_drafter
-from rlrefit.workers.engines.vllm.extension import _digest_of
 from rlrefit.workers.frameworks.verl.extension import VerlRefitExtension
 from rlrefit.workers.frameworks.verl.orders import Order
+from tests.digests import digest_of
 
 
 class Probe:
@@ -31,7 +31,7 @@ class Probe:
     def probe_write(self, file: str) -> None:
         """Write the live parameters' digests."""
         parameters = self.model_runner.get_model().named_parameters()
-        found = {name: _digest_of(parameter) for name, parameter in parameters}
+        found = {name: digest_of([parameter]) for name, parameter in parameters}
         Path(file).write_text(json.dumps({"parameters": found, **self._probe_more()}))
 
     def _probe_more(self) -> dict[str, Any]:

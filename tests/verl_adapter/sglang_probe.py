@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit, also_serve
-from rlrefit.workers.engines.vllm.extension import _digest_of
+from tests.digests import digest_of
 
 
 def load(model: Any, named_tensors: Any) -> None:
@@ -34,7 +34,7 @@ def _poison(worker: WorkerRefit) -> dict[str, Any]:
 
 def _digests(worker: WorkerRefit) -> dict[str, Any]:
     """Of the live parameters."""
-    return {name: _digest_of(parameter) for name, parameter in worker.model.named_parameters()}
+    return {name: digest_of([parameter]) for name, parameter in worker.model.named_parameters()}
 
 
 def _cast(worker: WorkerRefit, dtype: str) -> dict[str, Any]:

@@ -81,7 +81,16 @@ def receiving(
     return receive
 
 
-@pytest.mark.parametrize("weights", [TENSORS, [("none", torch.empty(0, 4))], [("one", torch.tensor(2.0))]])
+# Their memory holds other values than they show.
+LAZY: Weights = [
+    ("conjugate", torch.tensor([1 + 2j, 3 - 1j]).conj()),
+    ("negative", torch._neg_view(torch.ones(3, 2).T)),
+]
+
+
+@pytest.mark.parametrize(
+    "weights", [TENSORS, [("none", torch.empty(0, 4))], [("one", torch.tensor(2.0))], LAZY]
+)
 def test_the_loader_may_keep_what_it_gets_and_every_byte_can_be_checked(weights: Weights) -> None:
     sent, *received = run_epoch(sending(weights), receiving(), receiving(), verify="full")
     for found, record in received:

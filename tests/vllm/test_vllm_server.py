@@ -16,10 +16,12 @@ import requests
 from vllm_checkpoints import dense_config, write_checkpoint
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
 from rlrefit.workers.engines.http_client import RefitClient
 from tests.megatron_trainers import CONFIG, RANKS, Trainers
+from tests.refit.meeting import join
 from tests.spawn import free_port
 from tests.vllm_servers import BACKEND, ENVIRONMENT, running, serve_routes, serving, write_tokenizer
 
@@ -351,9 +353,16 @@ def test_what_a_server_can_not_do_is_refused_before_anything_is_asked(served: Se
     with pytest.raises(RefitError, match="join_refit"):
         RefitClient(served.url).refit(served.version + 1)
     # Requests to a server name the base model, and it would answer them as the version that the adapter has.
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    trainer = join(server, 0)
     with pytest.raises(RefitError, match="adapter") as refused:
-        RefitClient(served.url).join_refit({}, 1, RefitConfig(lora="adapter"))
+        RefitClient(served.url).join_refit(server.rendezvous.to_json(), 1, RefitConfig(lora="adapter"))
     assert refused.value.stage == "settings"
+    with pytest.raises(PeerLost) as heard:
+        trainer.barrier("ready")
+    assert heard.value.blamed == 1
+    trainer.close()
+    server.close()
     with pytest.raises(RefitError, match="neither vLLM's nor SGLang's"):
         RefitClient(f"{served.url}/v1/models")
     assert not served.paused

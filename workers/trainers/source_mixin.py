@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...integration.config import RefitConfig
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
+from ...integration.control.channel import refusals_told
 from ...integration.errors import RefitError, end_all
 from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
@@ -181,7 +182,10 @@ class SourceRefitMixin:
             RefitError: and its kinds: ``join_refit`` was not called; or the refit failed, and the engine is dirty if it was being written. Unknown or missing scales, or
                 scales without ``refit_config.kv_scales``, are found before anything is.
         """
-        session = require_joined(self._refit_session)
+        server = self._refit_server
+        # Of an epoch that this rank has opened and not joined the others are told.
+        with nullcontext() if server is None else refusals_told(server.rendezvous, 0):
+            session = require_joined(self._refit_session)
         return session.refit(version, before=partial(self._before, session, kv_scales)).to_json()
 
     @contextmanager

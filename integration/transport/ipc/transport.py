@@ -28,7 +28,7 @@ from ...gpu_memory.driver import missing, on_device
 from ...gpu_memory.mapping import ImportedMemory
 from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
 from ...layout import Fragment
-from ...packing import CopyTable, Encoder, NotComputable, Strided, make_encoders
+from ...packing import CopyTable, Encoder, NotComputable, Strided, make_encoders, repeats
 from ...packing.host import kernels_read
 from ...plan import Message, Plan
 from ...records.clock import StageClock
@@ -461,6 +461,14 @@ class IpcTransport(Transport):
                 raise TransportUnavailable(
                     f"{fragment.name} lies on {fragment.view.device}, where no engine rank reads it by itself; bring the weights to the "
                     "GPU before the refit",
+                    stage="bind",
+                    rank=self.rank,
+                    parameter=fragment.name,
+                )
+            if self._lends and repeats(fragment.view.shape, fragment.view.stride()):
+                raise TransportUnavailable(
+                    f"{fragment.name} is expanded, and engine ranks don't read by themselves where several elements share one place; "
+                    "give it memory of its own (clone())",
                     stage="bind",
                     rank=self.rank,
                     parameter=fragment.name,

@@ -6,6 +6,7 @@ from typing import Any
 
 from ....integration.config import REFIT_KEYS, RefitConfig
 from ....integration.control import Rendezvous
+from ....integration.control.channel import refusals_told
 from ....integration.errors import RefitError
 from ....integration.session import RefitSession, ServingState
 from ....integration.weights.endpoints import WeightDestination
@@ -79,29 +80,11 @@ class DestinationRefitMixin:
             RefitError: ``refit_config`` has an unknown field; an adapter alone is to come to weights that are not whole, or that an earlier refit has brought.
         """
         self.close_refit()
-        if unknown := refit_config.keys() - set(REFIT_KEYS):
-            raise RefitError(
-                f"refit_config has {', '.join(sorted(unknown))}, which RefitConfig has not. This rank has met nobody, and the others "
-                f"wait for it; its keys are {', '.join(REFIT_KEYS)}",
-                stage="settings",
-                rank=rank,
-            )
-        config = RefitConfig(**refit_config)
-        if config.lora == "adapter" and self.refit_state.dirty and not self.brings_adapter:
-            raise RefitError(
-                f"policy.refit.lora is adapter, but refit {self.refit_state.dirty_since} may have written this engine's base weights in "
-                "part, or they were discarded, and an adapter brings none of them. Nothing has moved; start the engine anew, or set "
-                "lora to merge on all ranks of both sides",
-                stage="settings",
-            )
-        if config.lora == "adapter" and self._refit_whole >= 0:
-            raise RefitError(
-                f"policy.refit.lora is adapter, but refit {self._refit_whole} has brought all weights of this engine. If their trainer had an "
-                "adapter it is merged into them, which they don't tell, and one that comes alone would be added once more. Nothing has "
-                "moved; start the engine anew, with the base weights from a checkpoint (load_format is not dummy), or set lora to merge "
-                "on all ranks of both sides",
-                stage="settings",
-            )
+        meeting = Rendezvous.from_json(rendezvous)
+        with refusals_told(meeting, rank):
+            config = _config_of(refit_config)
+            if config.lora == "adapter":
+                self._require_base()
         self.brings_adapter = config.lora == "adapter"
 
         def make_destination() -> WeightDestination:
@@ -117,7 +100,7 @@ class DestinationRefitMixin:
             )
 
         self._refit_session = RefitSession.open(
-            Rendezvous.from_json(rendezvous),
+            meeting,
             rank,
             make_destination,
             config,
@@ -136,7 +119,7 @@ class DestinationRefitMixin:
         """Receive all weights once and commit ``version``; returns this rank's record.
 
         Raises:
-            RefitError: ``join_refit`` was not called; the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
+            RefitError: ``join_refit`` was not called; the refit failed; or the weights are asleep, which ends the epoch on all ranks.
         """
         try:
             self._refit_last = self._refitted(version)
@@ -155,16 +138,33 @@ class DestinationRefitMixin:
         failed = {} if self._refit_failed is None else {"failed_attempt": self._refit_failed}
         return {**(self._refit_last or {}), **failed}
 
-    def _refitted(self, version: int) -> dict[str, Any]:
+    def _require_base(self) -> None:
+        """For an adapter that is to come alone: the weights beside it are whole, and those of a checkpoint."""
+        if self.refit_state.dirty and not self.brings_adapter:
+            raise RefitError(
+                f"policy.refit.lora is adapter, but refit {self.refit_state.dirty_since} may have written this engine's base weights in "
+                "part, or they were discarded, and an adapter brings none of them. Nothing has moved; start the engine anew, or set "
+                "lora to merge on all ranks of both sides",
+                stage="settings",
+            )
+        if self._refit_whole >= 0:
+            raise RefitError(
+                f"policy.refit.lora is adapter, but refit {self._refit_whole} has brought all weights of this engine. If their trainer had an "
+                "adapter it is merged into them, which they don't tell, and one that comes alone would be added once more. Nothing has "
+                "moved; start the engine anew, with the base weights from a checkpoint (load_format is not dummy), or set lora to merge "
+                "on all ranks of both sides",
+                stage="settings",
+            )
+
+    def _before_refit(self) -> None:
         if self.guard is not None:
-            try:
-                self.guard.require_awake()
-                if self.brings_adapter:
-                    self.guard.require_base()
-            except RefitError:
-                self.close_refit()
-                raise
-        record = require_joined(self._refit_session).refit(version).to_json()
+            self.guard.require_awake()
+            if self.brings_adapter:
+                self.guard.require_base()
+
+    def _refitted(self, version: int) -> dict[str, Any]:
+        session = require_joined(self._refit_session)
+        record = session.refit(version, before=self._before_refit).to_json()
         if self.guard is not None:
             self.guard.refitted()
         if not self.brings_adapter:
@@ -184,3 +184,13 @@ class DestinationRefitMixin:
         session, self._refit_session = self._refit_session, None
         if session is not None:
             session.close()
+
+
+def _config_of(fields: dict[str, Any]) -> RefitConfig:
+    if unknown := fields.keys() - set(REFIT_KEYS):
+        raise RefitError(
+            f"refit_config has {', '.join(sorted(unknown))}, which RefitConfig has not; its keys are {', '.join(REFIT_KEYS)}. This rank "
+            "has not joined",
+            stage="settings",
+        )
+    return RefitConfig(**fields)

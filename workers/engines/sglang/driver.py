@@ -16,7 +16,8 @@ from typing import Any
 from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ....integration.config import RefitConfig
-from ....integration.engine.refit import WAYS
+from ....integration.control import Rendezvous
+from ....integration.control.channel import refusals_told
 from ....integration.errors import EngineDirty, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format, from_json
 from ....integration.weights.manifest import TensorSpec
@@ -110,9 +111,8 @@ class SglangRefit:
         Raises:
             RefitError: of the type that the worker raised. Nothing was written.
         """
-        if engine not in WAYS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
-        self._require_refittable()
+        with refusals_told(Rendezvous.from_json(rendezvous), first_rank):
+            self._require_refittable()
         answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
         self._engine = engine
         return answers

@@ -50,14 +50,13 @@ class AsyncVllmDriver(BaseDriver):
         engine: str = "nccl_xfer",
     ) -> list[dict[str, Any]]:
         """As :meth:`~.driver.VllmDriver.join_refit`."""
-        arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
         try:
             await self.asleep()
         except RefitError:
             raise
         except Exception as error:
             raise self._no_answer(error) from error
-        answers = await self._rpc("join_refit", *arguments)
+        answers = await self._rpc("join_refit", rendezvous, first_rank, asdict(config), engine)
         self._met(engine, config)
         return answers
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ....integration.config import RefitConfig
-from ....integration.engine.refit import WAYS
 from ....integration.errors import EngineDirty, RefitError
 from ..common.answers import raise_refit_errors
 from .compat import SCRIPT, SCRIPT_HOLDS, require_driver
@@ -147,12 +146,6 @@ class BaseDriver:
                 stage="handshake",
             )
 
-    @staticmethod
-    def _checked(engine: str) -> str:
-        if engine not in WAYS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
-        return engine
-
     def _met(self, engine: str, config: RefitConfig) -> None:
         """The workers have met a trainer."""
         self._engine, self._adapter = engine, config.lora == "adapter"
@@ -246,8 +239,7 @@ class VllmDriver(BaseDriver):
         Raises:
             RefitError: of the kind that the worker raised. Nothing has been written.
         """
-        arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
-        answers = self._rpc("join_refit", *arguments)
+        answers = self._rpc("join_refit", rendezvous, first_rank, asdict(config), engine)
         self._met(engine, config)
         return answers
 

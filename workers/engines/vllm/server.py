@@ -11,7 +11,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from ....integration.config import RefitConfig
-from ....integration.engine.refit import WAYS
+from ....integration.control import Rendezvous
+from ....integration.control.channel import refusals_told
 from ....integration.errors import EngineDirty, RefitError
 from ..common.answers import heard, raise_refit_errors
 from ..common.http_calls import STAGE, HttpAnswer, HttpCalls
@@ -96,15 +97,14 @@ class VllmServer:
         Raises:
             RefitError: of the type that the worker raised; or an adapter is to come alone. Nothing was written.
         """
-        if engine not in WAYS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
-        if config.lora == "adapter":
-            raise RefitError(
-                "policy.refit.lora is adapter, but no request to a server can name the trainer's adapter, so that all would be answered "
-                "by the base model, whatever the version. Nothing has moved; set it to merge on all ranks of both sides, or drive "
-                "vLLM in a process of your own (VllmDriver, AsyncVllmDriver)",
-                stage="settings",
-            )
+        with refusals_told(Rendezvous.from_json(rendezvous), first_rank):
+            if config.lora == "adapter":
+                raise RefitError(
+                    "policy.refit.lora is adapter, but no request to a server can name the trainer's adapter, so that all would be "
+                    "answered by the base model, whatever the version. Nothing has moved; set it to merge on all ranks of both "
+                    "sides, or drive vLLM in a process of your own (VllmDriver, AsyncVllmDriver)",
+                    stage="settings",
+                )
         self._limit_s = None
         limit_s = max(self._http.timeout_s, config.call_limit_s)
         init_info = {

@@ -30,7 +30,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from ....integration.config import RefitConfig
-from ....integration.engine.refit import WAYS
 from ....integration.errors import RefitError
 from .compat import CORE, WEIGHT_TRANSFER, WORKER, require_supported_vllm
 from .extension import VllmRefitExtension
@@ -53,10 +52,6 @@ class RefitInitInfo(WeightTransferInitInfo):
     first_rank: int
     refit_config: dict[str, Any] = field(default_factory=lambda: asdict(RefitConfig()))
     engine: str = "nccl_xfer"
-
-    def __post_init__(self) -> None:
-        if self.engine not in WAYS:
-            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(WAYS)}")
 
 
 @dataclass

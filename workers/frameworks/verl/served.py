@@ -9,8 +9,7 @@ from typing import Any, Never
 
 from ....integration.config import RefitConfig
 from ....integration.control import Rendezvous
-from ....integration.control.channel import Channel
-from ....integration.control.world import RefitWorld
+from ....integration.control.channel import refusals_told
 from ....integration.errors import RefitError
 from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang import drafters as of_sglang
@@ -214,7 +213,7 @@ def _quantized(quant_config: Any, by_trainer: bool) -> list[str]:
 
 
 def refuse(order: Order, wrong: list[str]) -> Never:
-    """Join the epoch of an order only to tell all other ranks why this one can't take part; other workers may never join.
+    """Tell all other ranks of an order's epoch why this one can't take part; other workers may never join.
 
     Raises:
         RefitError: with all reasons.
@@ -228,9 +227,5 @@ def refuse(order: Order, wrong: list[str]) -> Never:
         rank=order.rank,
     )
     assert order.meeting is not None, "an epoch that is open was joined"
-    rendezvous = Rendezvous.from_json(order.meeting)
-    world = RefitWorld(order.rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
-    channel = Channel(rendezvous, world, RefitConfig(**order.config).timeout_s)
-    channel.give_up(error)
-    channel.close()
-    raise error
+    with refusals_told(Rendezvous.from_json(order.meeting), order.rank):
+        raise error
