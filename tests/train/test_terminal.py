@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -12,9 +13,10 @@ from ray.exceptions import RayActorError
 from rich.console import Console
 
 from rlrefit.recipes.cli import main
+from rlrefit.recipes.config.schema import RayConfig
 from rlrefit.recipes.configs import bundled_recipes
 from rlrefit.recipes.run.checkpoint import CheckpointStore
-from rlrefit.recipes.run.cluster import RunError, gather
+from rlrefit.recipes.run.cluster import RunError, gather, ray_cluster
 from rlrefit.recipes.run.display import RunDisplay
 from rlrefit.recipes.terminal import under_way
 from rlrefit.recipes.train import (
@@ -116,3 +118,14 @@ def test_the_first_interrupt_lets_the_step_end_and_the_second_one_does_not() -> 
         assert "after this step" in shown.getvalue()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any, **__: Any) -> None:
+        raise Exception(
+            "The current node timed out during startup. This could happen for many reasons"
+        )  # as Ray does
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(RunError, match="timed out during startup"), ray_cluster(RayConfig(), 1):
+        pass
