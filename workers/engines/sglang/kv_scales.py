@@ -80,8 +80,8 @@ class SglangScaledCache:
             for name, module in runner.model.named_modules()
             if isinstance(module, RadixAttention) and module.attn_type is not AttentionType.ENCODER_ONLY
         }
-        self._backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-        problems = _problems(runner, self._attentions, self._backends)
+        backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        problems = _problems(runner, self._attentions, backends)
         if problems:
             raise RefitError(
                 f"policy.refit.kv_scales is true, but {'; '.join(problems)}. Nothing has moved",
