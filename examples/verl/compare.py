@@ -64,7 +64,6 @@ ACTORS = {
         "model_engine=megatron",
         f"{_ACTOR}.strategy=megatron",
         f"~{_ACTOR}.fsdp_config",
-        f"{_ACTOR}.optim.total_training_steps=10",  # Megatron's schedule, which is constant, asks for a number
         f"{_MEGATRON}.vanilla_mbridge=false",
         f"{_MEGATRON}.use_remove_padding=false",
         f"+{_MEGATRON}.override_transformer_config.gradient_accumulation_fusion=false",  # needs Apex
