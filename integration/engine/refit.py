@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -39,6 +39,7 @@ from ..weights.endpoints import (
     WeightSource,
     gives_memory_back,
     holdings_of,
+    prepare_ahead,
     prepares_alone,
     rewritten,
 )
@@ -139,6 +140,8 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
+        # What to ask the source once all was sent; None if it was prepared by its weights as they are.
+        self._ask: Callable[[], bool] | None = None
         # What a refit under way has not drawn yet of the export; None if there is none.
         self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
         # Threads within a recorded step.
@@ -383,11 +386,11 @@ class RefitEngine:
         Raises:
             RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
         """
-        prepare = cast(WeightSource, self._endpoint).prepare
+        prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint))
         if self._waits_on_host and not prepares_alone(self._endpoint):
-            self._thread.run(prepare, "export")
+            self._ask = self._thread.run(prepare, "export")
         else:
-            prepare()
+            self._ask = prepare()
 
     def send_weights(self, version: int, clock: StageClock) -> Moved:
         """Trainer ranks: send all weights once."""
@@ -406,6 +409,10 @@ class RefitEngine:
             with clock.stage("export"):
                 self._shared_scales.make()
         bulk = self._run(clock, send_misc)
+        if self._ask is not None and not bulk.void:
+            # While the engines do their post-load work. What this rank has sent before is of no use to them if it says no.
+            with clock.stage("verify"):
+                bulk = replace(bulk, void=not self._ask())
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
         return _moved(bulk, sends_misc, bulk.verified_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -116,6 +116,28 @@ class PreparesAlone(Protocol):
 def prepares_alone(endpoint: object) -> bool:
     """As the endpoint says; one that does not say may wait for others."""
     return isinstance(endpoint, PreparesAlone) and endpoint.prepares_alone
+
+
+@runtime_checkable
+class PreparesAhead(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` if it can prepare by what it found out after the last step, and look at its
+    weights once more while the engines are at work."""
+
+    def prepare_ahead(self) -> Callable[[], bool] | None:
+        """In place of :meth:`WeightSource.prepare`, and a collective where that is one.
+
+        Returns:
+            What to ask once, after this rank has sent all: whether the weights still were those that it knew. It waits for no other
+            rank. If they were not, the next call finds out anew, and all is sent again. None if it found out now.
+        """
+
+
+def prepare_ahead(source: WeightSource) -> Callable[[], bool] | None:
+    """Prepare a source, ahead if it can: :meth:`PreparesAhead.prepare_ahead`."""
+    if isinstance(source, PreparesAhead):
+        return source.prepare_ahead()
+    source.prepare()
+    return None
 
 
 @runtime_checkable

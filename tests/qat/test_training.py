@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import box_of
+from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.endpoints import WeightSource
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -27,6 +28,7 @@ from rlrefit.workers.trainers.qat.config import QATConfig
 from rlrefit.workers.trainers.qat.fsdp import quantize_module
 from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 from rlrefit.workers.trainers.qat.model import QAT
+from rlrefit.workers.trainers.qat.scales import WeightScales
 from rlrefit.workers.trainers.qat.source import PackedSource
 from tests.refit.synthetic import SyntheticDestination, run_world
 
@@ -307,22 +309,31 @@ class Engine(SyntheticDestination):
 
 
 @pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
-def test_packed_weights_are_refitted_bit_for_bit_and_again(
+def test_packed_weights_are_refitted_bit_for_bit_and_again_and_after_writes_that_nobody_told_of(
     checkpoints: Callable[[str], Path], engine: str
 ) -> None:
     model, qat = trainer(checkpoints("qwen3-moe"))
     source = _refitted(model, qat)
     destinations = [Engine(source.specs(), {s.name: [_half(s, r)] for s in source.specs()}) for r in (0, 1)]
     exported: list[dict[str, torch.Tensor]] = []
+    stacked = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
+    # torch counts a version of the second one, and none of the first.
+    written = {2: stacked.data, 3: stacked.detach()}
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         found = []
-        for version in range(2):
+        for version in range(4):
             if rank == 0:
                 train(model, qat, 1)
-                whole = FSDPSource(model, torch.bfloat16)
-                weights = whole.export([spec.name for spec in whole.specs()])
-                exported.append({n: t.clone() for name, w in weights for n, t in qat.packed(name, w)})
+                trained = stacked.detach().clone()
+                if version in written:
+                    written[version].mul_(1.5)
+                    qat.refresh()
+                exported.append(_packed(model, qat))
+                if version in written:
+                    written[version].copy_(trained)
+                    qat.refresh()
+                    written[version].mul_(1.5)
             else:
                 endpoint.poison()
             record = session.refit(version)
@@ -332,12 +343,45 @@ def test_packed_weights_are_refitted_bit_for_bit_and_again(
     results = run_world([source], destinations, body, engine=engine)
     for result in results:
         assert not isinstance(result, BaseException), result
-        assert [wrong for _, wrong in result] == [[], []]
-    first, second = exported
+        assert [wrong for _, wrong in result] == [[], [], [], []]
+    first, second, *_ = exported
     name = "model.layers.1.mlp.experts.5.gate_proj.weight"
     assert not torch.equal(first[name], second[name])
     if engine == "nccl_xfer":
-        assert [record.bytes_misc for record, _ in results[1]] == [0, 0]
+        assert [record.bytes_misc for record, _ in results[1]] == [0, 0, 0, 0]
+
+
+def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_and_not_before_they_are_sent(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    source = _refitted(model, qat)
+    destination = Engine(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
+    happened: list[str] = []
+    look = WeightScales._largest
+
+    def looks(scales: WeightScales) -> torch.Tensor:
+        happened.append("look")
+        return look(scales)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if rank == 0:
+            train(model, qat, 1)
+            qat.release()
+            monkeypatch.setattr(WeightScales, "_largest", looks)
+            asked = source.prepare_ahead
+            monkeypatch.setattr(source, "prepare_ahead", lambda: (asked(), happened.append("prepared"))[0])
+        return session.refit(0)
+
+    for result in run_world([source], [destination], body):
+        assert isinstance(result, RefitRecord), result
+    assert happened == ["prepared", "look"]
+
+
+def _packed(model: torch.nn.Module, qat: QAT) -> dict[str, torch.Tensor]:
+    whole = FSDPSource(model, torch.bfloat16)
+    weights = whole.export([spec.name for spec in whole.specs()])
+    return {name: tensor.clone() for origin, weight in weights for name, tensor in qat.packed(origin, weight)}
 
 
 class Keeping(Engine):
@@ -362,9 +406,7 @@ def test_packed_weights_travel_sparsely_as_they_are_packed_after_each_step(
             if rank == 0:
                 with session.recording_changes():
                     train(model, qat, 1)
-                whole = FSDPSource(model, torch.bfloat16)
-                weights = whole.export([spec.name for spec in whole.specs()])
-                packed.append({n: t.clone() for name, w in weights for n, t in qat.packed(name, w)})
+                packed.append(_packed(model, qat))
             record = session.refit(version)
             found.append(
                 (record.changed_share is None, [] if rank == 0 else endpoint.differing(packed[version]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from ...integration.weights.endpoints import (
     WeightSource,
     Writes,
     gives_memory_back,
+    prepare_ahead,
     prepares_alone,
     rewritten,
     writes_by,
@@ -180,6 +181,10 @@ class KvScaleSource:
 
     def prepare(self) -> None:
         self._weights.prepare()
+
+    def prepare_ahead(self) -> Callable[[], bool] | None:
+        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`."""
+        return prepare_ahead(self._weights)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         weights = [name for name in names if name not in self._values]

@@ -145,18 +145,24 @@ class QAT:
             )
         return self._inputs.calibration()
 
-    def prepare_export(self, source: WeightSource | None = None) -> None:
+    def prepare_export(
+        self, source: WeightSource | None = None, ahead: bool = False
+    ) -> Callable[[], bool] | None:
         """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
         Args:
             source: that is exported from, which is prepared, too; if that fails on one rank, all raise. It tells the weights, so
                 that each is looked at once.
+            ahead: whether scales of the last :meth:`refresh` will do, if nothing tells of a write since.
+
+        Returns:
+            If they did, what to ask after the export, on this rank alone: whether they are still those of its weights.
 
         Raises:
             RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed. Training goes on
                 with the scales of before, unless it is the weights that are at fault.
         """
-        self._scales.refresh_for_export(self._inputs, source)
+        return self._scales.refresh_for_export(self._inputs, source, ahead)
 
     def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
         """``weight_scale_2`` of a weight that is exported in ``dtype``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -80,14 +81,14 @@ class WeightScales:
         self.names = sorted(set(map(fused_module, weights)))
         self._position = {name: i for i, name in enumerate(self.names)}
         self._amax: torch.Tensor | None = None
-        self._held: dict[int, list[torch.Tensor]] = {}
+        self._held = _Held({}, rank_device())
         # Of what is held, and where it lay then; no table where no GPU can read it.
         self._table: tuple[list[int], MagnitudeTable | None] = [], None
         self._storage: object = None
-        # Of what this rank holds, as it was at the last refresh.
-        self._largest = torch.empty(0, dtype=torch.float32)
-        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._versions_of: dict[tuple[int, ...], list[tuple[torch.Tensor, int]]] = {}
+        # By name, of what this rank holds, as it was at the last refresh; None before the first.
+        self._seen: torch.Tensor | None = None
+        # Of what counts the versions of what is held.
+        self._versions: dict[int, int] = {}
         self._stale = "they have not been computed yet"
         self.generation = 0
 
@@ -101,9 +102,8 @@ class WeightScales:
 
     def forget(self) -> None:
         """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
-        self._held, self._storage, self._largest = {}, None, torch.empty(0, dtype=torch.float32)
+        self._held, self._storage, self._versions = _Held({}, rank_device()), None, {}
         self._table = [], None
-        self._versions, self._versions_of = {}, {}
 
     def refresh(self) -> None:
         """Compute them anew; one collective of all trainer ranks.
@@ -114,7 +114,9 @@ class WeightScales:
         self.now_stale("the last refresh() failed")
         self._take(_maximum_over(self._group, len(self.names), self._local, _COMPUTING))
 
-    def refresh_for_export(self, inputs: InputScales | None, source: WeightSource | None = None) -> None:
+    def refresh_for_export(
+        self, inputs: InputScales | None, source: WeightSource | None = None, ahead: bool = False
+    ) -> Callable[[], bool] | None:
         """As :meth:`refresh`, in one collective with more that an export needs.
 
         What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
@@ -123,32 +125,38 @@ class WeightScales:
             inputs: scales to make those of all ranks.
             source: that is exported from, whose preparation may fail on one rank alone; the same parameters are looked at through it,
                 and not once more through the own one.
+            ahead: whether this rank's weights may be taken for what they were at the last refresh, if nothing tells otherwise.
+
+        Returns:
+            If they were, what to ask after the export: whether they are. It is no collective.
 
         Raises:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
         """
         count = len(self.names)
+        seen = self._seen if ahead and not self._stale and not self._written(self._held.counters()) else None
 
         def work() -> torch.Tensor:
-            found = self._local(source)
+            found = self._local(source) if seen is None else self._prepared(source, seen)
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
-        before = self._held, self._storage, self._largest, self._versions, self._versions_of
+        before = self._held, self._storage, self._seen, self._versions
         try:
             shared = _maximum_over(self._group, size, work, _COMPUTING)
         except BaseException:
             # Else writes since the last refresh would count as seen by it.
-            self._held, self._storage, self._largest, self._versions, self._versions_of = before
+            self._held, self._storage, self._seen, self._versions = before
             raise
         self._take(shared[:count])
         if inputs is not None:
             inputs.take(shared[count:])
+        return None if seen is None else partial(self._still, seen, source)
 
     def _take(self, amax: torch.Tensor) -> None:
         """Let the weights' largest magnitudes over all ranks be the scales from now on."""
-        bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
-        if bad:
+        if bool(amax.isinf().any()):
+            bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
             self.now_stale(f"the last refresh found NaN or infinity in {bad[0]}")
             raise RefitError(
                 f"{len(bad)} quantized weights hold NaN or infinity, the first in {bad[0]}; their blocks would be NaN, "
@@ -166,20 +174,12 @@ class WeightScales:
         The version of a shard does not rise where its DTensor is written, and that of neither where a checkpoint is loaded by
         ``torch.distributed.checkpoint.load``.
         """
-        if not self._stale and self._held and not torch.equal(self._largest_held(), self._largest):
+        if not self._stale and self._held.views and not torch.equal(self._largest(), self._seen):
             self.now_stale(_WRITTEN)
 
     def check_versions(self, positions: tuple[int, ...]) -> None:
         """Have the next use fail if a parameter behind these scales was written in place since the refresh."""
-        if self._stale:
-            return
-        if positions not in self._versions_of:
-            # Experts are parts of few parameters.
-            found = {
-                id(_base(t)): (t, version) for at in positions for t, version in self._versions.get(at, ())
-            }
-            self._versions_of[positions] = list(found.values())
-        if any(tensor._version != version for tensor, version in self._versions_of[positions]):
+        if not self._stale and self._written(self._held.behind(positions)):
             self.now_stale(_WRITTEN)
 
     def of(self, positions: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -204,33 +204,54 @@ class WeightScales:
         if source is None:
             source = self._source = self._source or self._make_source()
         source.prepare()
-        if (storage := source.storage_key()) != self._storage:
-            self._held, self._storage = self._views(source), storage
-        self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
-        self._versions_of = {}
-        amax = torch.zeros(len(self.names), dtype=torch.float32, device=source.device)
-        if self._held:
-            self._largest = self._largest_held()
-            positions = [at for at, views in self._held.items() for _ in views]
-            amax.scatter_reduce_(
-                0, torch.tensor(positions, device=amax.device), self._largest.to(amax.device), "amax"
-            )
-        return amax
+        self._versions = self._look_at(source)
+        self._seen = self._largest()
+        return self._seen
 
-    def _largest_held(self) -> torch.Tensor:
-        """The largest magnitude of each view, by one kernel for many; infinity where it is no number."""
-        views = [view for views in self._held.values() for view in views]
+    def _prepared(self, source: WeightSource | None, seen: torch.Tensor) -> torch.Tensor:
+        """What was seen, of a source that is prepared again."""
+        assert source is not None, "an export names its source"
+        source.prepare()
+        return seen
+
+    def _still(self, seen: torch.Tensor, source: WeightSource) -> bool:
+        """Whether the largest magnitudes of what this rank holds are what they were; the next use fails if not."""
+        versions = self._look_at(source)
+        if torch.equal(self._largest(), seen):
+            self._versions = versions
+            return True
+        self.now_stale(_WRITTEN)
+        return False
+
+    def _look_at(self, source: WeightSource) -> dict[int, int]:
+        """Hold the views of ``source``; returns the versions of what counts them."""
+        if (storage := source.storage_key()) != self._storage:
+            self._held, self._storage = _Held(self._views(source), source.device), storage
+        return {one: counter._version for one, counter in self._held.counters().items()}
+
+    def _written(self, counters: Collection[int]) -> bool:
+        """Whether something was written in place since the refresh, of what counts that."""
+        held = self._held.counters()
+        return any(held[one]._version != self._versions.get(one) for one in counters)
+
+    def _largest(self) -> torch.Tensor:
+        """By name, of the views, by one kernel for many; infinity where it is no number."""
+        views = self._held.views
+        amax = torch.zeros(len(self.names), dtype=torch.float32, device=self._held.places.device)
+        if not views:
+            return amax
         # A trainer that leaves its GPU has its storages' memory elsewhere when it comes back.
-        places = [view.data_ptr() for view in views]
-        if self._table[0] != places:
-            self._table = places, _table_of(views)
+        addresses = [view.data_ptr() for view in views]
+        if self._table[0] != addresses:
+            self._table = addresses, _table_of(views)
         if (table := self._table[1]) is not None:
             largest = table.compute()
         else:
             with torch.no_grad():
                 each = torch._foreach_norm(views, torch.inf)
             largest = torch.stack([one.to(rank_device(), torch.float32) for one in each])
-        return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return amax.scatter_reduce_(0, self._held.places, largest.to(amax.device), "amax")
 
     def _views(self, source: WeightSource) -> dict[int, list[torch.Tensor]]:
         held, refused = source.fragments()
@@ -247,6 +268,36 @@ class WeightScales:
             if fragment.name in self._weights and fragment.view.numel():
                 views[self.position(fragment.name)].append(fragment.view)
         return dict(views)
+
+
+class _Held:
+    """What a rank holds of the quantized weights.
+
+    Args:
+        views: of parameters, by the position of their scale.
+        device: on which largest magnitudes are gathered.
+    """
+
+    def __init__(self, views: Mapping[int, Sequence[torch.Tensor]], device: torch.device) -> None:
+        self.views = [view for found in views.values() for view in found]
+        self.places = torch.tensor(
+            [at for at, found in views.items() for _ in found], dtype=torch.int64, device=device
+        )
+        self._by_position = views
+        # Experts are parts of few parameters.
+        self._counters = {id(base): base for base in map(_base, self.views)}
+        self._of: dict[tuple[int, ...], frozenset[int]] = {}
+
+    def counters(self) -> Mapping[int, torch.Tensor]:
+        """What counts the versions of the views, by its identity."""
+        return self._counters
+
+    def behind(self, positions: tuple[int, ...]) -> Collection[int]:
+        """Of :meth:`counters`, those of the views of these scales."""
+        if positions not in self._of:
+            found = (view for at in positions for view in self._by_position.get(at, ()))
+            self._of[positions] = frozenset(id(_base(view)) for view in found)
+        return self._of[positions]
 
 
 def _table_of(views: list[torch.Tensor]) -> MagnitudeTable | None:

@@ -7,7 +7,7 @@ each refit. Only the scalars lie in memory beside the parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,12 +97,11 @@ class PackedSource:
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
     def prepare(self) -> None:
-        self._qat.prepare_export(self._source)
-        with torch.no_grad():
-            for scalars in self._weight_scalars:
-                scalars.memory.copy_(self._qat.scales_at(scalars.positions, scalars.dtype))
-            for scalars in self._input_scalars:
-                scalars.memory.copy_(self._qat.input_scales_at(scalars.positions))
+        self._prepare(ahead=False)
+
+    def prepare_ahead(self) -> Callable[[], bool] | None:
+        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`: by the scales of the last refresh."""
+        return self._prepare(ahead=True)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
@@ -118,6 +117,15 @@ class PackedSource:
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
         return writes_by(self._source)
+
+    def _prepare(self, ahead: bool) -> Callable[[], bool] | None:
+        ask = self._qat.prepare_export(self._source, ahead)
+        with torch.no_grad():
+            for scalars in self._weight_scalars:
+                scalars.memory.copy_(self._qat.scales_at(scalars.positions, scalars.dtype))
+            for scalars in self._input_scalars:
+                scalars.memory.copy_(self._qat.input_scales_at(scalars.positions))
+        return ask
 
     def _packed(self, fragment: Fragment) -> Iterator[Fragment]:
         names, dtype = packed_names(fragment.name), self._dtypes[fragment.name]
