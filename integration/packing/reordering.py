@@ -22,8 +22,6 @@ from .tables import Launch
 ASIDE_BYTES = 128 << 20
 _UNIT = 16
 _WORD = 4
-# Elements of four bits in a tile's row that is read in one piece.
-_ROW_ELEMENTS = 16
 # Units, words and bytes that one program handles, and its warps.
 _ASIDE_TILE = 1024
 _WORDS = 1024
@@ -153,7 +151,6 @@ class DeviceReordering:
             _check(job)
         # Tables of orders that jobs share are on the device once.
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        self._paired: dict[tuple[int, ...], bool] = {}
         groups = list(_groups(jobs, aside_bytes))
         self.aside_bytes = max((sum(job.memory.nbytes for job in group) for group in groups), default=0)
         self._groups = [self._prepared(group) for group in groups]
@@ -170,7 +167,7 @@ class DeviceReordering:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _prepared(self, group: Sequence[Unordered]) -> tuple[Launch, list[Launch]]:
-        from .reordering_kernels import put_in_order, put_rows_in_order, set_aside
+        from .reordering_kernels import put_in_order, set_aside
 
         sizes = [job.memory.nbytes for job in group]
         offsets = np.cumsum([0, *sizes])[:-1].tolist()
@@ -187,16 +184,13 @@ class DeviceReordering:
             self._device,
             like[:1],
         )
-        kinds: dict[tuple[int, int, bool, bool, bool], list[tuple[Unordered, int]]] = {}
+        kinds: dict[tuple[int, int, bool, bool], list[tuple[Unordered, int]]] = {}
         for job, offset in zip(group, offsets, strict=True):
             words = job.tiling.elements * job.bits // (8 * _WORD)
-            paired = job.bits == 4 and self._is_paired(job.tiling)
-            in_rows = paired and job.slot is None and job.tiling.columns == _ROW_ELEMENTS
-            kinds.setdefault((job.bits, words, job.slot is not None, paired, in_rows), []).append(
-                (job, offset)
-            )
+            kind = job.bits, words, job.slot is not None, job.bits == 4 and _paired(job.tiling)
+            kinds.setdefault(kind, []).append((job, offset))
         back = []
-        for (bits, words, mapped, paired, in_rows), found in kinds.items():
+        for (bits, words, mapped, paired), found in kinds.items():
             tiles = max(1, _WORDS // words)
             rows, counts = [], []
             for job, offset in found:
@@ -213,18 +207,17 @@ class DeviceReordering:
                     )
                 )
                 counts.append(down * -(-across // tiles))
-            kernel, constants = (
-                (put_rows_in_order, (words, tiles))
-                if in_rows
-                else (put_in_order, (bits, words, tiles, mapped, paired))
+            back.append(
+                Launch(
+                    put_in_order,
+                    _WARPS,
+                    _table(rows, counts),
+                    (bits, words, tiles, mapped, paired),
+                    self._device,
+                    like,
+                )
             )
-            back.append(Launch(kernel, _WARPS, _table(rows, counts), constants, self._device, like))
         return aside, back
-
-    def _is_paired(self, tiling: Tiling) -> bool:
-        if tiling.order not in self._paired:
-            self._paired[tiling.order] = _paired(tiling)
-        return self._paired[tiling.order]
 
     def _on_device(self, numbers: tuple[int, ...]) -> int:
         """The address of these numbers, int32."""

@@ -86,48 +86,6 @@ def put_in_order(
 
 
 @triton.jit
-def put_rows_in_order(tiles, rows, aside, maps, choices, WORDS: tl.constexpr, TILES: tl.constexpr):
-    """As :func:`put_in_order` with ``PAIRED``, of tiles whose rows are eight bytes each.
-
-    Rows of neighbouring tiles are read in one piece, and their bytes change places in shared memory: single bytes of global memory
-    would take several times as long.
-    """
-    pid = tl.program_id(0)
-    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
-    words_across = tl.load(row + 2).to(tl.int32) // 16
-    across = tl.load(row + 3).to(tl.int32)
-    chunks = (across + TILES - 1) // TILES
-    local = pid - tl.load(row + 10).to(tl.int32)
-    down = local // chunks
-    over = (local - down * chunks) * TILES + tl.arange(0, TILES)
-    mask = (over < across)[:, None]
-    row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
-    column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
-    order = tl.load(row + 8).to(tl.pointer_type(tl.int32))
-    HEIGHT: tl.constexpr = WORDS // 2
-    source = (aside + tl.load(row + 1)).to(tl.pointer_type(tl.int64))
-    inside = down * HEIGHT + tl.arange(0, HEIGHT)
-    whole = tl.load(source + (inside[None, :] * words_across + over[:, None]), mask=mask, other=0)
-    shift = tl.arange(0, 8)[None, None, :] * 8
-    loaded = tl.reshape(((whole[:, :, None] >> shift) & 0xFF).to(tl.uint8), [TILES, HEIGHT * 8])
-    byte = tl.arange(0, WORDS * 4)
-    at = tl.load(order + (byte // 4 * 8 + byte % 4))
-    place = (at >> 16) * 8 + ((at & 0xFFFF) >> 1)
-    found = tl.gather(loaded, tl.broadcast_to(place[None, :], [TILES, WORDS * 4]), 1)
-    found = tl.reshape(found, [TILES, WORDS, 4]).to(tl.uint32)
-    part = (tl.arange(0, 4) * 4).to(tl.uint32)[None, None, :]
-    made = tl.sum(((found & 0xF) | ((found & 0xF0) << 12)) << part, axis=2)
-    target = tl.load(row).to(tl.pointer_type(tl.int32))
-    start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=over < across, other=0)
-    word = tl.arange(0, WORDS)
-    tl.store(
-        target + (start.to(tl.int64)[:, None] * WORDS + word[None, :]),
-        made.to(tl.int32, bitcast=True),
-        mask=mask,
-    )
-
-
-@triton.jit
 def largest_bytes(tiles, rows, found, TILE: tl.constexpr):
     """The largest byte below 0x7F, which is E4M3's NaN, behind which are negative numbers. A row: address, bytes, slot."""
     pid = tl.program_id(0)
