@@ -140,8 +140,8 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
-        # What to ask the source once all was sent; None if it was prepared by its weights as they are.
-        self._ask: Callable[[], bool] | None = None
+        # With what to ask the source about its weights; None if it was prepared by what they are.
+        self._ask: Callable[[], torch.Tensor] | None = None
         # What a refit under way has not drawn yet of the export; None if there is none.
         self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
         # Threads within a recorded step.
@@ -398,21 +398,25 @@ class RefitEngine:
         if self._misc_names:
             self._undrawn = _lazily(source, self._misc_names)
 
-        def send_misc() -> None:
+        held = torch.ones((), dtype=torch.bool)
+
+        def beside() -> None:
+            nonlocal held
             if self._undrawn is not None:
                 with self._beside_bulk():
                     drawn = self._thread.draw(self._undrawn) if self._waits_on_host else self._undrawn
                     misc.send(drawn, clock)
                 self._undrawn = None
+            if self._ask is not None:
+                with self._beside_bulk(), clock.stage("verify"):
+                    held = self._ask()
 
         if self._shared_scales is not None:
             with clock.stage("export"):
                 self._shared_scales.make()
-        bulk = self._run(clock, send_misc)
-        if self._ask is not None and not bulk.void:
-            # While the engines do their post-load work. What this rank has sent before is of no use to them if it says no.
-            with clock.stage("verify"):
-                bulk = replace(bulk, void=not self._ask())
+        bulk = self._run(clock, beside)
+        # What was sent is of no use to an engine if they are others.
+        bulk = replace(bulk, void=bulk.void or not held)
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
         return _moved(bulk, sends_misc, bulk.verified_bytes)
 

@@ -128,20 +128,22 @@ def largest_magnitudes(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     NESTED: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """The largest magnitude of side a of each row into ``out[slot]``, as the bits of FP32, of which NaN's are the largest.
 
-    As in :func:`cast_segments`, all counts in elements.
+    As in :func:`cast_segments`, all counts in elements. ``COUNT`` tiles, however many programs there are.
     """
-    a, _, offset_a, _, mask, slot = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
-    lane = tl.arange(0, LANES)[None, :]
-    value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0.0)
-    if tl.bfloat16 == SOURCE:
-        bits = (value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
-    else:
-        bits = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(out + slot, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+    for tile in range(tl.program_id(0), COUNT, tl.num_programs(0)):
+        a, _, offset_a, _, mask, slot = _place(tile, tiles, rows, COLUMNS, TILE, NESTED)
+        source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
+        lane = tl.arange(0, LANES)[None, :]
+        value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0.0)
+        if tl.bfloat16 == SOURCE:
+            bits = (value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+        else:
+            bits = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(out + slot, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ _ASIDE_TILE = 1024
 _WORDS = 1024
 _LOOKED_AT = 16384
 _WARPS = 4
+# Tiles that one program makes of quads, and its warps.
+_QUAD_TILES = 16
+_QUAD_WARPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +171,7 @@ class DeviceReordering:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _prepared(self, group: Sequence[Unordered]) -> tuple[Launch, list[Launch]]:
-        from .reordering_kernels import put_in_order, set_aside
+        from .reordering_kernels import set_aside
 
         sizes = [job.memory.nbytes for job in group]
         offsets = np.cumsum([0, *sizes])[:-1].tolist()
@@ -184,40 +188,42 @@ class DeviceReordering:
             self._device,
             like[:1],
         )
-        kinds: dict[tuple[int, int, bool, bool], list[tuple[Unordered, int]]] = {}
+        kinds: dict[_Kind, list[tuple[Unordered, int]]] = {}
         for job, offset in zip(group, offsets, strict=True):
-            words = job.tiling.elements * job.bits // (8 * _WORD)
-            kind = job.bits, words, job.slot is not None, job.bits == 4 and _paired(job.tiling)
-            kinds.setdefault(kind, []).append((job, offset))
-        back = []
-        for (bits, words, mapped, paired), found in kinds.items():
-            tiles = max(1, _WORDS // words)
-            rows, counts = [], []
-            for job, offset in found:
-                tiling = job.tiling
-                down, across = len(tiling.row_starts), len(tiling.column_starts)
-                rows.append(
-                    (
-                        *(job.memory.data_ptr(), offset, job.columns, across, tiling.rows, tiling.columns),
-                        *(
-                            self._on_device(t)
-                            for t in (tiling.row_starts, tiling.column_starts, _places(tiling))
-                        ),
-                        job.slot or 0,
-                    )
-                )
-                counts.append(down * -(-across // tiles))
-            back.append(
-                Launch(
-                    put_in_order,
-                    _WARPS,
-                    _table(rows, counts),
-                    (bits, words, tiles, mapped, paired),
-                    self._device,
-                    like,
+            kinds.setdefault(_Kind.of(job), []).append((job, offset))
+        return aside, [self._put_back(kind, found, like) for kind, found in kinds.items()]
+
+    def _put_back(
+        self, kind: _Kind, found: Sequence[tuple[Unordered, int]], like: tuple[torch.Tensor, ...]
+    ) -> Launch:
+        """Of jobs of one kind, with what is before each of them in the memory aside."""
+        from .reordering_kernels import put_in_order, put_quads_in_order
+
+        kernel, warps = put_in_order, _WARPS
+        tiles = max(1, _WORDS // kind.words)
+        constants: tuple[Any, ...] = (kind.bits, kind.words, tiles, kind.mapped, kind.paired)
+        if kind.lanes:
+            kernel, warps, tiles = put_quads_in_order, _QUAD_WARPS, _QUAD_TILES
+            constants = kind.words // 4, kind.lanes, tiles
+        rows, counts = [], []
+        for job, offset in found:
+            tiling = job.tiling
+            down, across = len(tiling.row_starts), len(tiling.column_starts)
+            quads = _quads(tiling.order, tiling.columns) if kind.lanes else None
+            inside = (
+                _places(tiling.order, tiling.columns)
+                if quads is None
+                else tuple(word for part in quads.sources for word in part)
+            )
+            rows.append(
+                (
+                    *(job.memory.data_ptr(), offset, job.columns, across, tiling.rows, tiling.columns),
+                    *(self._on_device(t) for t in (tiling.row_starts, tiling.column_starts, inside)),
+                    job.slot or 0,
                 )
             )
-        return aside, back
+            counts.append(down * -(-across // tiles))
+        return Launch(kernel, warps, _table(rows, counts), constants, self._device, like)
 
     def _on_device(self, numbers: tuple[int, ...]) -> int:
         """The address of these numbers, int32."""
@@ -273,17 +279,92 @@ def _groups(jobs: Sequence[Unordered], most: int) -> Iterable[list[Unordered]]:
         yield group
 
 
-def _paired(tiling: Tiling) -> bool:
+@dataclass(frozen=True)
+class _Kind:
+    """What a launch has in common.
+
+    Attributes:
+        bits: of an element.
+        words: of a tile.
+        mapped: whether bytes become other bytes.
+        paired: as :func:`_paired` says.
+        lanes: as :class:`Quads` says; 0 if the order has none.
+    """
+
+    bits: int
+    words: int
+    mapped: bool
+    paired: bool
+    lanes: int
+
+    @staticmethod
+    def of(job: Unordered) -> _Kind:
+        """The kind of a matrix."""
+        tiling, mapped, halves = job.tiling, job.slot is not None, job.bits == 4
+        quads = _quads(tiling.order, tiling.columns) if halves and not mapped else None
+        return _Kind(
+            job.bits,
+            tiling.elements * job.bits // (8 * _WORD),
+            mapped,
+            halves and _paired(tiling.order, tiling.columns),
+            0 if quads is None else quads.lanes,
+        )
+
+
+@dataclass(frozen=True)
+class Quads:
+    """An order in which four words are made of four loaded ones: word ``u`` has byte ``u`` of each of them, paired.
+
+    Attributes:
+        sources: for each place of a byte and each quad the loaded word: its row, and in the half below its number in the row.
+        lanes: a power of two: the words ``u`` of as many quads lie side by side, and those of ``u + 1`` behind them.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    lanes: int
+
+
+# Thousands of matrices share an order.
+@lru_cache(maxsize=64)
+def _paired(order: tuple[int, ...], columns: int) -> bool:
     """Whether the two elements of each byte lie four places apart in one word, the low one first."""
-    words = [tiling.order[i : i + 8] for i in range(0, tiling.elements, 8)]
-    return tiling.columns % 2 == 0 and all(
+    words = [order[i : i + 8] for i in range(0, len(order), 8)]
+    return columns % 2 == 0 and all(
         word[p] % 2 == 0 and word[p + 4] == word[p] + 1 for word in words for p in range(4)
     )
 
 
-def _places(tiling: Tiling) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _quads(order: tuple[int, ...], columns: int) -> Quads | None:
+    """The quads of an order of elements of 4 bits; None if it has another form."""
+    if columns % 8 or not _paired(order, columns):
+        return None
+    # Where the word of each byte of a quad lies, by the quad's loaded words.
+    found: dict[tuple[int, ...], dict[int, int]] = {}
+    for word in range(len(order) // 8):
+        elements = order[8 * word : 8 * word + 4]
+        numbers = {at % 8 // 2 for at in elements}
+        if len(numbers) > 1:
+            return None
+        found.setdefault(tuple(at // 8 for at in elements), {})[numbers.pop()] = word
+    if any(len(words) != 4 for words in found.values()):
+        return None
+    quads = sorted(found, key=lambda loaded: found[loaded][0])
+    lanes = found[quads[0]][1] - found[quads[0]][0]
+    if lanes < 1 or lanes & (lanes - 1) or len(quads) & (len(quads) - 1):
+        return None
+    for q, loaded in enumerate(quads):
+        if any(found[loaded][u] != q // lanes * 4 * lanes + u * lanes + q % lanes for u in range(4)):
+            return None
+    width = columns // 8
+    sources = tuple(tuple(at // width << 16 | at % width for at in part) for part in zip(*quads, strict=True))
+    return Quads(sources, lanes)
+
+
+@lru_cache(maxsize=64)
+def _places(order: tuple[int, ...], columns: int) -> tuple[int, ...]:
     """Row and column of each place's element, in the halves of a word."""
-    return tuple(at // tiling.columns << 16 | at % tiling.columns for at in tiling.order)
+    return tuple(at // columns << 16 | at % columns for at in order)
 
 
 def _table(rows: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Table:

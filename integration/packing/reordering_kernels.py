@@ -86,6 +86,72 @@ def put_in_order(
 
 
 @triton.jit
+def put_quads_in_order(
+    tiles,
+    rows,
+    aside,
+    maps,
+    choices,
+    QUADS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As :func:`put_in_order`, for elements of 4 bits in an order in which four words are made of four loaded ones: each has the
+    byte of one number of all four, the low halves first. Whole words are read, a quarter as often as bytes.
+
+    ``LANES`` quads lie side by side, first their words of byte 0, then those of byte 1, and so on. In a row there are the addresses
+    of the quads' loaded words, a row and a word in it, instead of those of the places; the slot is of no use.
+    """
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
+    columns = tl.load(row + 2).to(tl.int32)
+    across = tl.load(row + 3).to(tl.int32)
+    height = tl.load(row + 4).to(tl.int32)
+    width = tl.load(row + 5).to(tl.int32)
+    chunks = (across + TILES - 1) // TILES
+    local = pid - tl.load(row + 10).to(tl.int32)
+    down = local // chunks
+    over = (local - down * chunks) * TILES + tl.arange(0, TILES)
+    mask = over < across
+    row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
+    column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    quads = tl.load(row + 8).to(tl.pointer_type(tl.int32)) + tl.arange(0, QUADS)
+    start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=mask, other=0)
+    # Tiles are the last dimension: neighbours lie near each other in each row that is read.
+    source = (aside + tl.load(row + 1)).to(tl.pointer_type(tl.uint32))
+    source += (down * height * (columns // 8) + over * (width // 8))[None, :]
+    read = mask[None, :] & (tl.arange(0, QUADS) >= 0)[:, None]
+    at = tl.load(quads)
+    x0 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    at = tl.load(quads + QUADS)
+    x1 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    at = tl.load(quads + 2 * QUADS)
+    x2 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    at = tl.load(quads + 3 * QUADS)
+    x3 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    # Low halves and high halves of each byte of two words, then bytes, then pairs of bytes change places. Each line is a shift and
+    # a choice between the bits of two words, which are one instruction each.
+    low01 = (x0 & 0x0F0F0F0F) | ((x1 << 4) & 0xF0F0F0F0)
+    low23 = (x2 & 0x0F0F0F0F) | ((x3 << 4) & 0xF0F0F0F0)
+    high01 = ((x0 >> 4) & 0x0F0F0F0F) | (x1 & 0xF0F0F0F0)
+    high23 = ((x2 >> 4) & 0x0F0F0F0F) | (x3 & 0xF0F0F0F0)
+    low02 = (low01 & 0x00FF00FF) | ((low23 << 8) & 0xFF00FF00)
+    low13 = ((low01 >> 8) & 0x00FF00FF) | (low23 & 0xFF00FF00)
+    high02 = (high01 & 0x00FF00FF) | ((high23 << 8) & 0xFF00FF00)
+    high13 = ((high01 >> 8) & 0x00FF00FF) | (high23 & 0xFF00FF00)
+    y0 = (low02 & 0xFFFF) | (high02 << 16)
+    y1 = (low13 & 0xFFFF) | (high13 << 16)
+    y2 = (low02 >> 16) | (high02 & 0xFFFF0000)
+    y3 = (low13 >> 16) | (high13 & 0xFFFF0000)
+    made = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [QUADS // LANES, LANES, TILES, 2, 2])
+    made = tl.reshape(tl.permute(made, [2, 0, 3, 4, 1]), [TILES, 4 * QUADS])
+    word = tl.arange(0, 4 * QUADS)
+    target = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int32)), 16)
+    place = start.to(tl.int64)[:, None] * (4 * QUADS) + word[None, :]
+    tl.store(target + place, made.to(tl.int32, bitcast=True), mask=mask[:, None] & (word >= 0)[None, :])
+
+
+@triton.jit
 def largest_bytes(tiles, rows, found, TILE: tl.constexpr):
     """The largest byte below 0x7F, which is E4M3's NaN, behind which are negative numbers. A row: address, bytes, slot."""
     pid = tl.program_id(0)

@@ -17,7 +17,8 @@ _COPY_TILE, _COPY_WARPS = 1024, 8
 _CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
 # Of up to 16 elements each.
 _CAST_TILE = 512
-_MAGNITUDE_TILE, _MAGNITUDE_WARPS = 256, 4
+# So few programs that they leave room to what a refit sends meanwhile.
+_MAGNITUDE_TILE, _MAGNITUDE_WARPS, _MAGNITUDE_PROGRAMS = 512, 4, 264
 # Whose numbers the kernels read; they cast between any two.
 FLOAT_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -223,9 +224,10 @@ class MagnitudeTable:
                 largest_magnitudes,
                 _MAGNITUDE_WARPS,
                 t,
-                (COLUMNS, FLOATS[dtype], dtype.itemsize, t.unit, _MAGNITUDE_TILE, t.nested),
+                (COLUMNS, FLOATS[dtype], dtype.itemsize, t.unit, _MAGNITUDE_TILE, t.nested, len(t.tiles)),
                 device,
                 (like,),
+                _MAGNITUDE_PROGRAMS,
             )
             for dtype, triples in by_dtype.items()
             for t in build_tables(collapse(triples), _MAGNITUDE_TILE)

@@ -121,18 +121,19 @@ def prepares_alone(endpoint: object) -> bool:
 @runtime_checkable
 class PreparesAhead(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it can prepare by what it found out after the last step, and look at its
-    weights once more while the engines are at work."""
+    weights once more as they are sent."""
 
-    def prepare_ahead(self) -> Callable[[], bool] | None:
+    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
         """In place of :meth:`WeightSource.prepare`, and a collective where that is one.
 
         Returns:
-            What to ask once, after this rank has sent all: whether the weights still were those that it knew. It waits for no other
-            rank. If they were not, the next call finds out anew, and all is sent again. None if it found out now.
+            What to call once, as this rank sends: it looks at the weights, and answers whether they still are those that were known,
+            bool ``[]`` on :attr:`WeightSource.device`. It waits for no other rank, nor for the device. If they are not, the next call
+            finds out anew, and all is sent again. None if it found out now.
         """
 
 
-def prepare_ahead(source: WeightSource) -> Callable[[], bool] | None:
+def prepare_ahead(source: WeightSource) -> Callable[[], torch.Tensor] | None:
     """Prepare a source, ahead if it can: :meth:`PreparesAhead.prepare_ahead`."""
     if isinstance(source, PreparesAhead):
         return source.prepare_ahead()

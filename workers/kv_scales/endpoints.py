@@ -182,7 +182,7 @@ class KvScaleSource:
     def prepare(self) -> None:
         self._weights.prepare()
 
-    def prepare_ahead(self) -> Callable[[], bool] | None:
+    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`."""
         return prepare_ahead(self._weights)
 

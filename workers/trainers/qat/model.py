@@ -147,7 +147,7 @@ class QAT:
 
     def prepare_export(
         self, source: WeightSource | None = None, ahead: bool = False
-    ) -> Callable[[], bool] | None:
+    ) -> Callable[[], torch.Tensor] | None:
         """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
         Args:
@@ -156,7 +156,8 @@ class QAT:
             ahead: whether scales of the last :meth:`refresh` will do, if nothing tells of a write since.
 
         Returns:
-            If they did, what to ask after the export, on this rank alone: whether they are still those of its weights.
+            If they did, what tells on this rank alone whether they are still those of its weights: as
+            :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`.
 
         Raises:
             RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed. Training goes on

@@ -87,6 +87,8 @@ class WeightScales:
         self._storage: object = None
         # By name, of what this rank holds, as it was at the last refresh; None before the first.
         self._seen: torch.Tensor | None = None
+        # Whether it was still so as it was sent; not read before the device has come so far.
+        self._held_still = torch.ones((), dtype=torch.bool)
         # Of what counts the versions of what is held.
         self._versions: dict[int, int] = {}
         self._stale = "they have not been computed yet"
@@ -116,7 +118,7 @@ class WeightScales:
 
     def refresh_for_export(
         self, inputs: InputScales | None, source: WeightSource | None = None, ahead: bool = False
-    ) -> Callable[[], bool] | None:
+    ) -> Callable[[], torch.Tensor] | None:
         """As :meth:`refresh`, in one collective with more that an export needs.
 
         What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
@@ -128,12 +130,14 @@ class WeightScales:
             ahead: whether this rank's weights may be taken for what they were at the last refresh, if nothing tells otherwise.
 
         Returns:
-            If they were, what to ask after the export: whether they are. It is no collective.
+            If they were, what tells whether they are, bool ``[]``; it is no collective.
 
         Raises:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
         """
         count = len(self.names)
+        if not self._held_still:
+            self.now_stale(_WRITTEN)
         seen = self._seen if ahead and not self._stale and not self._written(self._held.counters()) else None
 
         def work() -> torch.Tensor:
@@ -206,6 +210,7 @@ class WeightScales:
         source.prepare()
         self._versions = self._look_at(source)
         self._seen = self._largest()
+        self._held_still = torch.ones((), dtype=torch.bool)
         return self._seen
 
     def _prepared(self, source: WeightSource | None, seen: torch.Tensor) -> torch.Tensor:
@@ -214,14 +219,11 @@ class WeightScales:
         source.prepare()
         return seen
 
-    def _still(self, seen: torch.Tensor, source: WeightSource) -> bool:
-        """Whether the largest magnitudes of what this rank holds are what they were; the next use fails if not."""
-        versions = self._look_at(source)
-        if torch.equal(self._largest(), seen):
-            self._versions = versions
-            return True
-        self.now_stale(_WRITTEN)
-        return False
+    def _still(self, seen: torch.Tensor, source: WeightSource) -> torch.Tensor:
+        """Whether the largest magnitudes of what this rank holds are what they were; the next export finds them out anew if not."""
+        self._versions = self._look_at(source)
+        self._held_still = (self._largest() == seen).all()
+        return self._held_still
 
     def _look_at(self, source: WeightSource) -> dict[int, int]:
         """Hold the views of ``source``; returns the versions of what counts them."""

@@ -99,7 +99,7 @@ class PackedSource:
     def prepare(self) -> None:
         self._prepare(ahead=False)
 
-    def prepare_ahead(self) -> Callable[[], bool] | None:
+    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`: by the scales of the last refresh."""
         return self._prepare(ahead=True)
 
@@ -118,7 +118,7 @@ class PackedSource:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
         return writes_by(self._source)
 
-    def _prepare(self, ahead: bool) -> Callable[[], bool] | None:
+    def _prepare(self, ahead: bool) -> Callable[[], torch.Tensor] | None:
         ask = self._qat.prepare_export(self._source, ahead)
         with torch.no_grad():
             for scalars in self._weight_scalars:
