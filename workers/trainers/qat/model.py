@@ -69,6 +69,7 @@ class QAT:
             if config.activations
             else None
         )
+        self._group = group
         self._quantizers: list[Quantizer] = []
         scales = weakref.ref(self._scales)
 
@@ -164,6 +165,11 @@ class QAT:
                 with the scales of before, unless it is the weights that are at fault.
         """
         return self._scales.refresh_for_export(self._inputs, source, ahead)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other trainer rank, for which a collective would wait."""
+        return not dist.is_initialized() or dist.get_world_size(self._group) == 1
 
     def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
         """``weight_scale_2`` of a weight that is exported in ``dtype``."""

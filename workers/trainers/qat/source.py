@@ -17,7 +17,13 @@ from ....integration.quantize import blocks
 from ....integration.quantize.formats import Codes, Nvfp4, Scales, WholeBlocks
 from ....integration.quantize.jobs import GlobalScale
 from ....integration.quantize.nvfp4_checkpoint import packed_names
-from ....integration.weights.endpoints import WeightSource, Writes, gives_memory_back, writes_by
+from ....integration.weights.endpoints import (
+    WeightSource,
+    Writes,
+    gives_memory_back,
+    prepares_alone,
+    writes_by,
+)
 from ....integration.weights.manifest import TensorSpec
 from ....integration.weights.quantizing import unfit
 from .model import QAT
@@ -50,7 +56,7 @@ class PackedSource:
         source: of the unquantized weights, in the engine's dtype.
         qat: of the same model.
 
-    :meth:`prepare` is a collective of all trainer ranks.
+    :meth:`prepare` is a collective of all trainer ranks, if there are several.
     """
 
     def __init__(self, source: WeightSource, qat: QAT):
@@ -73,6 +79,11 @@ class PackedSource:
     @property
     def gives_memory_back(self) -> bool | None:
         return gives_memory_back(self._source)
+
+    @property
+    def prepares_alone(self) -> bool:
+        """As :attr:`rlrefit.integration.weights.endpoints.PreparesAlone.prepares_alone`: where no rank has scales to share with another."""
+        return self._qat.alone and prepares_alone(self._source)
 
     def specs(self) -> list[TensorSpec]:
         return self._specs
