@@ -111,26 +111,24 @@ def put_quads_in_order(
     chunks = (across + TILES - 1) // TILES
     local = pid - tl.load(row + 10).to(tl.int32)
     down = local // chunks
-    over = (local - down * chunks) * TILES + tl.arange(0, TILES)
+    first = (local - down * chunks) * TILES
+    # In one dimension, so that the threads of a warp read the same row of neighbouring tiles, whose words lie near each other.
+    lane = tl.arange(0, QUADS * TILES)
+    over = first + lane % TILES
     mask = over < across
-    row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
-    column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
-    quads = tl.load(row + 8).to(tl.pointer_type(tl.int32)) + tl.arange(0, QUADS)
-    start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=mask, other=0)
-    # Tiles are the last dimension: neighbours lie near each other in each row that is read.
+    quads = tl.load(row + 8).to(tl.pointer_type(tl.int32)) + lane // TILES
     source = (aside + tl.load(row + 1)).to(tl.pointer_type(tl.uint32))
-    source += (down * height * (columns // 8) + over * (width // 8))[None, :]
-    read = mask[None, :] & (tl.arange(0, QUADS) >= 0)[:, None]
+    stride = columns // 8
+    source += down * height * stride + over * (width // 8)
     at = tl.load(quads)
-    x0 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    x0 = tl.load(source + ((at >> 16) * stride + (at & 0xFFFF)), mask=mask, other=0)
     at = tl.load(quads + QUADS)
-    x1 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    x1 = tl.load(source + ((at >> 16) * stride + (at & 0xFFFF)), mask=mask, other=0)
     at = tl.load(quads + 2 * QUADS)
-    x2 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
+    x2 = tl.load(source + ((at >> 16) * stride + (at & 0xFFFF)), mask=mask, other=0)
     at = tl.load(quads + 3 * QUADS)
-    x3 = tl.load(source + ((at >> 16) * (columns // 8) + (at & 0xFFFF))[:, None], mask=read, other=0)
-    # Low halves and high halves of each byte of two words, then bytes, then pairs of bytes change places. Each line is a shift and
-    # a choice between the bits of two words, which are one instruction each.
+    x3 = tl.load(source + ((at >> 16) * stride + (at & 0xFFFF)), mask=mask, other=0)
+    # Of all bytes of two words the low halves and the high halves come together, then bytes change places, then pairs of bytes.
     low01 = (x0 & 0x0F0F0F0F) | ((x1 << 4) & 0xF0F0F0F0)
     low23 = (x2 & 0x0F0F0F0F) | ((x3 << 4) & 0xF0F0F0F0)
     high01 = ((x0 >> 4) & 0x0F0F0F0F) | (x1 & 0xF0F0F0F0)
@@ -145,6 +143,11 @@ def put_quads_in_order(
     y3 = (low13 >> 16) | (high13 & 0xFFFF0000)
     made = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [QUADS // LANES, LANES, TILES, 2, 2])
     made = tl.reshape(tl.permute(made, [2, 0, 3, 4, 1]), [TILES, 4 * QUADS])
+    over = first + tl.arange(0, TILES)
+    mask = over < across
+    row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
+    column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=mask, other=0)
     word = tl.arange(0, 4 * QUADS)
     target = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int32)), 16)
     place = start.to(tl.int64)[:, None] * (4 * QUADS) + word[None, :]

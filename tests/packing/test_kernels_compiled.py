@@ -74,7 +74,7 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
 def test_the_largest_magnitudes_are_read_16_bytes_at_a_time(source: Any, size: int) -> None:
     constants = {**_PLACES, "SOURCE": source, "SOURCE_BYTES": size, "LANES": 16, "TILE": 256}
-    found = accesses(kernels.largest_magnitudes, constants, 4, "out")
+    found = accesses(kernels.largest_magnitudes, {**constants, "COUNT": 1000}, 4, "out")
     assert found["ld.global.v4.b32"] == 2 * size
 
 
@@ -98,6 +98,21 @@ def test_matrices_are_put_in_order_without_spilling(
 ) -> None:
     constants = {"BITS": bits, "WORDS": words, "TILES": 1024 // words, "MAPPED": mapped, "PAIRED": paired}
     made = compiled(reordering_kernels.put_in_order, constants, ("aside", "maps", "choices"), num_warps=4)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+def test_quads_are_read_in_words_and_written_16_bytes_at_a_time_without_spilling(tmp_path: Path) -> None:
+    constants = {"QUADS": 32, "LANES": 4, "TILES": 16}
+    names = ("aside", "maps", "choices")
+    made = compiled(reordering_kernels.put_quads_in_order, constants, names, num_warps=4)
+    # A thread has 4 quads. It reads 4 words of each and where they are. It writes to 4 tiles, and reads where these and their row
+    # begin, and which matrix it is about.
+    found = Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", made["ptx"]))
+    assert "ld.global.b8" not in found
+    assert found["st.global.v4.b32"] == 4
+    assert found["ld.global.b32"] == 4 * (4 + 4) + 4 + 2
+    # Neighbours in a warp read neighbouring tiles.
+    assert "threadsPerWarp = [32], warpsPerCTA = [4], order = [0]" in made["ttgir"]
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rlrefit.integration.layout import codes as packed_codes
 from rlrefit.integration.layout.codes import Bytes, Letters, Nibbles, Tiling, find_codes, tiled
 from rlrefit.integration.layout.rearrangement import NotRearranged
+from rlrefit.integration.packing import reordering
 from rlrefit.integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
 from tests.marlin import gptq_marlin_repack, permute_scales
 from tests.triton_interpreter import run_interpreted
@@ -128,6 +130,57 @@ def test_torch_makes_marlins_order_of_what_was_loaded() -> None:
 
 def test_the_kernels_make_marlins_order_of_what_was_loaded() -> None:
     run_interpreted(compare, True)
+
+
+def in_words(order: tuple[int, ...], words: Sequence[int]) -> tuple[int, ...]:
+    """The order with these of its words in turn."""
+    return tuple(at for word in words for at in order[8 * word : 8 * word + 8])
+
+
+def orders() -> dict[str, tuple[int, ...]]:
+    """Marlin's, with the words of four loaded ones side by side, and with its words anyhow."""
+    order = found(64, 16)["codes"][1].order
+    words = list(range(128))
+    side_by_side = [16 * (q // 4) + 4 * u + q % 4 for q in range(32) for u in range(4)]
+    return {
+        "marlin": order,
+        "side by side": in_words(order, side_by_side),
+        "anyhow": in_words(order, random.Random(0).sample(words, len(words))),
+    }
+
+
+def test_words_of_marlins_order_are_made_of_four_loaded_ones_each() -> None:
+    quads = {name: reordering._quads(order, 16) for name, order in orders().items()}
+    marlins, others = quads["marlin"], quads["side by side"]
+    assert marlins is not None
+    assert others is not None
+    assert (marlins.lanes, others.lanes) == (4, 1)
+    assert [len(part) for part in marlins.sources] == [32] * 4
+    assert quads["anyhow"] is None
+    # Each loaded word goes into one place alone.
+    assert len({word for part in marlins.sources for word in part}) == 128
+    assert reordering._quads(found(64, 16)["stack"][1].order, 16) is None
+
+
+def compare_orders(tilings: Sequence[Tiling]) -> None:
+    """Put matrices in order by the kernels, as torch does."""
+    maps, choices = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    n, k = len(tilings[0].row_starts) * 64, len(tilings[0].column_starts) * 16
+    given = [noise(n, k, i)["codes"] for i in range(len(tilings))]
+    made = []
+    for interpret in (False, True):
+        memory = [codes.clone() for codes in given]
+        jobs = [Unordered(codes, n, k, 4, tiling) for codes, tiling in zip(memory, tilings, strict=True)]
+        make_reordering(jobs, CPU, interpret).launch(maps, choices)
+        made.append(memory)
+    for expected, got in zip(*made, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_kernels_put_paired_elements_in_any_order() -> None:
+    # More tiles in a row than one program makes.
+    rows, columns = (21, 0), tuple(range(21))
+    run_interpreted(compare_orders, [Tiling(64, 16, order, rows, columns) for order in orders().values()])
 
 
 def test_marlins_tiles_are_found_out() -> None:
