@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from vllm.config import ParallelConfig
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 from vllm_core_doubles import AsyncLlm, Llm, core_of, script_driver, server_driver
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm.driver import VllmDriver
+from rlrefit.workers.engines.vllm.patches import _pause_by_outputs
 
 
 def _update(core: Any, version: int) -> None:
@@ -196,3 +198,47 @@ def test_data_parallel_replicas_resume_together_or_not_at_all(monkeypatch: pytes
     core.ignore_start_dp_wave = True
     with pytest.raises(RuntimeError, match="pause is still in flight"):
         core.resume_scheduler()
+
+
+@pytest.mark.parametrize(
+    ("backend", "extension", "ours"),
+    [
+        ("rlrefit", "", True),
+        (None, "rlrefit.workers.engines.vllm.extension.VllmRefitExtension", True),
+        ("nccl", "other.Extension", False),
+    ],
+)
+def test_our_engines_pauses_end_with_the_outputs_of_before_and_wait_for_no_time(
+    backend: str | None, extension: str, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pause_by_outputs()
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        # Of ours none would end.
+        await (asyncio.get_running_loop().create_future() if ours and seconds else sleep(0))
+        slept.extend([seconds] if seconds else [])
+
+    class Output:
+        outputs: tuple[Any, ...] = ()
+        read = False
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "outputs":
+                type(self).read = True
+            return super().__getattribute__(name)
+
+    async def scene() -> None:
+        llm = AsyncLlm(core_of(backend=backend, extension=extension))
+        llm.outputs_queue.put_nowait(Output())
+        await asyncio.wait_for(AsyncLLM.pause_generation(llm, mode="keep", clear_cache=False), 20)
+        assert llm.paused
+        assert Output.read == ours
+        llm.fails["pause_generation"] = ValueError("not now")
+        with pytest.raises(ValueError, match="not now"):
+            await AsyncLLM.pause_generation(llm, mode="keep", clear_cache=False)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    asyncio.run(scene())
+    assert slept == ([] if ours else [0.02])

@@ -164,6 +164,10 @@ class AsyncLlm:
         for core in self.core_engines:
             core.pause_scheduler(mode, clear_cache)
 
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        """What ``AsyncLLM``'s own ``pause_generation`` asks of its client."""
+        await self.pause_generation(mode, clear_cache)
+
     async def resume_generation(self) -> None:
         for core in self.core_engines:
             core.resume_scheduler()

@@ -36,7 +36,7 @@ class AsyncVllmDriver(BaseDriver):
         require_driver(engine, SERVER, SERVER_HOLDS)
         super().__init__(engine.vllm_config)
         self._llm = engine
-        self._cores = _EngineCores(engine)
+        self._cores = EngineCores(engine)
         # Closed while weights move, so that no request begins with an unknown version.
         self._admission = _Admission()
         # Where the outputs of running requests come.
@@ -290,11 +290,11 @@ def _tell(what: str, task: asyncio.Task[Any]) -> None:
         logger.error("%s, whose caller was cancelled, has failed: %s", what, error)
 
 
-class _EngineCores:
+class EngineCores:
     """All engine cores of one ``AsyncLLM``, a core for each data-parallel replica that it manages.
 
     vLLM 0.21 has no public call for what a driver needs of them. With data parallelism ``AsyncLLM`` asks all cores and returns
-    the first one's answer, whatever the others said. And ``pause_generation`` returns 20 ms after the cores are idle, also where
+    the first one's answer, whatever the others said. And its ``pause_generation`` returns 20 ms after the cores are idle, also where
     their outputs still wait to be read.
     """
 

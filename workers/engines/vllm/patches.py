@@ -8,6 +8,8 @@ what is changed                                 why                             
 ``EngineCore.resume_scheduler`` (and of         requests would run while memory sleeps, or beside what   plug-in
 ``DPEngineCoreProc``)                           old weights made
 ``EngineCore.collective_rpc``                   vLLM's own weight updates leave what old weights made    plug-in
+``EngineCoreClient.make_async_mp_client``,      a pause would wait 20 ms, in each refit                  plug-in
+``AsyncLLM.pause_generation`` [6]_
 ``Worker.load_model``                           weights are guarded from the moment they are loaded      worker [2]_
 ``_custom_ops._supports_onednn`` (CPU)          packed weights have no bytes that can be written         worker
 ``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU) [4]_    the fallback of experts fails outside of construction    worker
@@ -19,6 +21,7 @@ what is changed                                 why                             
 .. [3] As a worker makes its :class:`~.transfer_engine.RlrefitTransferEngine`.
 .. [4] Of a vLLM that has it; later ones pack all experts on CPUs, which take the misc path.
 .. [5] Of a vLLM that loses it; later ones count the tokens in flight.
+.. [6] Of an engine that has our backend or our worker extension.
 
 :mod:`.guard` wraps a worker's ``sleep``, ``wake_up``, ``reload_weights`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
 patches nothing: it starts a thread.
@@ -26,8 +29,10 @@ patches nothing: it starts a thread.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import inspect
 import logging
 import multiprocessing
 import os
@@ -77,12 +82,18 @@ def _has_our_backend(vllm_config: Any) -> bool:
     return transfer is not None and transfer.backend == BACKEND
 
 
+def _is_ours(vllm_config: Any) -> bool:
+    extension = str(vllm_config.parallel_config.worker_extension_cls)
+    return _has_our_backend(vllm_config) or extension.startswith("rlrefit.")
+
+
 def _is_patched(function: Any) -> bool:
     return hasattr(function, _MARK)
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    setattr(replacement, _MARK, True)
+    """``replacement`` is a function, or a ``staticmethod`` of one."""
+    setattr(getattr(replacement, "__func__", replacement), _MARK, True)
     setattr(owner, name, replacement)
 
 
@@ -230,6 +241,77 @@ def _require_nothing_kept(core: Any) -> None:
             "or refit by a driver, and resume then",
             stage="post_load",
         )
+
+
+def pause_until_outputs_are_processed() -> None:
+    """Let a pause of our engines end as soon as all outputs of before have been processed.
+
+    vLLM gives them 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed once a process
+    makes one of our engines: workers and cores need not load it.
+    """
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    original = EngineCoreClient.make_async_mp_client
+    if _is_patched(original):
+        return
+
+    @functools.wraps(original)
+    def make_async_mp_client(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(vllm_config):
+            _pause_by_outputs()
+        return original(vllm_config, *args, **kwargs)
+
+    _patch(EngineCoreClient, "make_async_mp_client", staticmethod(make_async_mp_client))
+
+
+def _pause_by_outputs() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .async_driver import EngineCores
+
+    original = AsyncLLM.pause_generation
+    if _is_patched(original) or not _ends_with_sleep(original):
+        return
+
+    @functools.wraps(original)
+    async def pause_generation(llm: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_ours(llm.vllm_config):
+            return await original(llm, *args, **kwargs)
+        paused = asyncio.Event()
+
+        async def pause_scheduler(*of_core: Any, **named: Any) -> None:
+            await llm.engine_core.pause_scheduler_async(*of_core, **named)
+            paused.set()
+
+        core = _Instead(llm.engine_core, pause_scheduler_async=pause_scheduler)
+        pausing = asyncio.ensure_future(original(_Instead(llm, engine_core=core), *args, **kwargs))
+        waiting = asyncio.ensure_future(paused.wait())
+        try:
+            await asyncio.wait({pausing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not paused.is_set():
+                return await pausing  # which failed
+            await EngineCores(llm).outputs_processed()
+        finally:
+            # Nothing of it is left but to sleep.
+            pausing.cancel()
+            waiting.cancel()
+
+    _patch(AsyncLLM, "pause_generation", pause_generation)
+
+
+def _ends_with_sleep(function: Callable[..., Any]) -> bool:
+    return inspect.getsource(function).rstrip().rpartition("\n")[2].strip().startswith("await asyncio.sleep(")
+
+
+class _Instead:
+    """An object of vLLM's with some other attributes, for one call."""
+
+    def __init__(self, whole: Any, **others: Any) -> None:
+        self._whole = whole
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
 
 
 def watch_weight_updates() -> None:

@@ -14,6 +14,7 @@ from .patches import (
     BACKEND,
     accept_backend,
     keep_tokens_of_preempted_requests,
+    pause_until_outputs_are_processed,
     stay_paused_while_asleep,
     watch_weight_updates,
 )
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Prepare this process; safe to call again.
 
-    ``rlrefit`` becomes a backend of vLLM's weight transfer, and those of :mod:`.patches` that concern the engine's core are
+    ``rlrefit`` becomes a backend of vLLM's weight transfer, and those of :mod:`.patches` that do not concern workers are
     applied.
 
     vLLM runs this in every process of every engine of the environment, and an exception of a plug-in ends the process. So
@@ -35,6 +36,7 @@ def register() -> None:
         keep_tokens_of_preempted_requests,
         stay_paused_while_asleep,
         watch_weight_updates,
+        pause_until_outputs_are_processed,
     ):
         try:
             prepare()
