@@ -338,9 +338,9 @@ class RefitSession:
             moved, void = self._move(version, may_be_void=False)
             if void:
                 raise RefitError(
-                    "a trainer's parameters lay elsewhere once more when the refit was under way: something moves them "
-                    "meanwhile. Nothing was committed, and the engine stays dirty. Leave parameters where they are until "
-                    "the refit has returned",
+                    "a trainer's parameters lay elsewhere, or were written, once more when the refit was under way: something moves "
+                    "or writes them meanwhile. Nothing was committed, and the engine stays dirty. Leave parameters where and as they "
+                    "are until the refit has returned",
                     stage="transfer",
                     rank=self.world.rank,
                 )
@@ -410,7 +410,7 @@ class RefitSession:
                     destination.finish(version)
         with clock.waiting():
             self._await_device()
-        void = moved.void
+        void = moved.void or (self.world.is_source and not self.engine.weights_held())
         if not self.world.is_source and not void:
             try:
                 self.engine.require_finite()

@@ -332,7 +332,8 @@ class BulkPath:
         if self._deltas is not None:
             if self._recording is not None and self._kind.sparse and not flags:
                 logger.warning(
-                    "an engine rank does not hold what %s holds, as its log says. If the weights were written outside "
+                    "an engine rank does not hold what %s holds, as its log says, or quantized weights were written after their last "
+                    "refresh(). If the weights were written outside "
                     "recording_changes(), put that writer inside. All weights are sent once more, before this refit commits",
                     self._channel.world.describe(self._channel.world.rank),
                 )

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -140,8 +140,9 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
-        # With what to ask the source about its weights; None if it was prepared by what they are.
+        # With what to ask the source about its weights, and its answer; None if it was prepared by what they are.
         self._ask: Callable[[], torch.Tensor] | None = None
+        self._told: torch.Tensor | None = None
         # What a refit under way has not drawn yet of the export; None if there is none.
         self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
         # Threads within a recorded step.
@@ -386,6 +387,7 @@ class RefitEngine:
         Raises:
             RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
         """
+        self._told = None
         prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint))
         if self._waits_on_host and not prepares_alone(self._endpoint):
             self._ask = self._thread.run(prepare, "export")
@@ -398,10 +400,7 @@ class RefitEngine:
         if self._misc_names:
             self._undrawn = _lazily(source, self._misc_names)
 
-        held = torch.ones((), dtype=torch.bool)
-
         def beside() -> None:
-            nonlocal held
             if self._undrawn is not None:
                 with self._beside_bulk():
                     drawn = self._thread.draw(self._undrawn) if self._waits_on_host else self._undrawn
@@ -409,16 +408,22 @@ class RefitEngine:
                 self._undrawn = None
             if self._ask is not None:
                 with self._beside_bulk(), clock.stage("verify"):
-                    held = self._ask()
+                    self._told = self._ask()
 
         if self._shared_scales is not None:
             with clock.stage("export"):
                 self._shared_scales.make()
         bulk = self._run(clock, beside)
-        # What was sent is of no use to an engine if they are others.
-        bulk = replace(bulk, void=bulk.void or not held)
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
         return _moved(bulk, sends_misc, bulk.verified_bytes)
+
+    def weights_held(self) -> bool:
+        """Trainer ranks, once the device has done a refit's work and before it commits: whether the weights were those that were prepared.
+
+        What was sent is of no use to an engine if they were not.
+        """
+        told, self._told = self._told, None
+        return told is None or bool(told)
 
     def draw_rest(self, ended_by: int) -> None:
         """Trainer ranks, after a refit that failed: draw what is left of its export, so that none stays in a collective.

@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import box_of
-from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.endpoints import WeightSource
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -365,17 +364,44 @@ def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_and_not_before_t
         return look(scales)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        if rank == 0:
-            train(model, qat, 1)
-            qat.release()
-            monkeypatch.setattr(WeightScales, "_largest", looks)
-            asked = source.prepare_ahead
-            monkeypatch.setattr(source, "prepare_ahead", lambda: (asked(), happened.append("prepared"))[0])
-        return session.refit(0)
+        found = []
+        for version in range(3):
+            if rank == 0:
+                train(model, qat, 1)
+                qat.release()
+                if version == 1:
+                    model.get_parameter("model.layers.1.mlp.up_proj.weight").data.mul_(3)
+                happened.clear()
+            session.refit(version)
+            found.append(list(happened))
+        return found
 
-    for result in run_world([source], [destination], body):
-        assert isinstance(result, RefitRecord), result
-    assert happened == ["prepared", "look"]
+    monkeypatch.setattr(WeightScales, "_largest", looks)
+    asked = source.prepare_ahead
+    monkeypatch.setattr(source, "prepare_ahead", lambda: (asked(), happened.append("prepared"))[0])
+    results = run_world([source], [destination], body)
+    clean = ["prepared", "look"]
+    assert results[0] == [clean, [*clean, "look", "prepared"], clean], results
+
+
+@pytest.mark.parametrize("fault", ["no number", "written again and again"])
+def test_what_was_sent_in_vain_is_not_committed(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    source = _refitted(model, qat)
+    destination = Engine(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
+    if fault == "written again and again":
+        monkeypatch.setattr(source, "prepare_ahead", lambda: lambda: torch.tensor(False))
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if rank == 0 and fault == "no number":
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = torch.nan
+        with pytest.raises(RefitError):
+            session.refit(0)
+        return session.state.version, session.state.dirty
+
+    assert run_world([source], [destination], body)[1] == (-1, True)
 
 
 def _packed(model: torch.nn.Module, qat: QAT) -> dict[str, torch.Tensor]:

@@ -124,8 +124,8 @@ class QAT:
     def release(self) -> None:
         """Free the quantized values that Megatron's layers keep, a copy of the quantized weights, before generation, say.
 
-        And the views of parameters, which would keep memory that they are moved out of. The next forward pass, or
-        refresh, makes them again; what is written until the refresh is not noticed.
+        And the views of parameters, which would keep memory that they are moved out of. The next forward pass, refit or
+        refresh makes them again. Of what is written until then only what changes a scale is noticed, by the refit.
         """
         self._scales.forget()
         for quantizer in self._quantizers:
@@ -149,7 +149,7 @@ class QAT:
     def prepare_export(
         self, source: WeightSource | None = None, ahead: bool = False
     ) -> Callable[[], torch.Tensor] | None:
-        """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
+        """Make all scales those to export with; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
         Args:
             source: that is exported from, which is prepared, too; if that fails on one rank, all raise. It tells the weights, so

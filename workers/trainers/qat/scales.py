@@ -87,8 +87,8 @@ class WeightScales:
         self._storage: object = None
         # By name, of what this rank holds, as it was at the last refresh; None before the first.
         self._seen: torch.Tensor | None = None
-        # Whether it was still so as it was sent; not read before the device has come so far.
-        self._held_still = torch.ones((), dtype=torch.bool)
+        # Whether it was still so as it was sent, until that is heard.
+        self._told: torch.Tensor | None = None
         # Of what counts the versions of what is held.
         self._versions: dict[int, int] = {}
         self._stale = "they have not been computed yet"
@@ -136,8 +136,7 @@ class WeightScales:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
         """
         count = len(self.names)
-        if not self._held_still:
-            self.now_stale(_WRITTEN)
+        self._hear()
         seen = self._seen if ahead and not self._stale and not self._written(self._held.counters()) else None
 
         def work() -> torch.Tensor:
@@ -173,16 +172,18 @@ class WeightScales:
         self.generation += 1
 
     def check_contents(self) -> None:
-        """Have the next use fail if the largest magnitudes of what this rank holds are no longer those of the refresh.
+        """Have the next use fail if the largest magnitudes of what this rank holds are no longer those of the refresh, by scale.
 
         The version of a shard does not rise where its DTensor is written, and that of neither where a checkpoint is loaded by
         ``torch.distributed.checkpoint.load``.
         """
+        self._hear()
         if not self._stale and self._held.views and not torch.equal(self._largest(), self._seen):
             self.now_stale(_WRITTEN)
 
     def check_versions(self, positions: tuple[int, ...]) -> None:
         """Have the next use fail if a parameter behind these scales was written in place since the refresh."""
+        self._hear()
         if not self._stale and self._written(self._held.behind(positions)):
             self.now_stale(_WRITTEN)
 
@@ -209,8 +210,7 @@ class WeightScales:
             source = self._source = self._source or self._make_source()
         source.prepare()
         self._versions = self._look_at(source)
-        self._seen = self._largest()
-        self._held_still = torch.ones((), dtype=torch.bool)
+        self._seen, self._told = self._largest(), None
         return self._seen
 
     def _prepared(self, source: WeightSource | None, seen: torch.Tensor) -> torch.Tensor:
@@ -220,10 +220,16 @@ class WeightScales:
         return seen
 
     def _still(self, seen: torch.Tensor, source: WeightSource) -> torch.Tensor:
-        """Whether the largest magnitudes of what this rank holds are what they were; the next export finds them out anew if not."""
+        """Whether the largest magnitudes of what this rank holds are what they were; the next use fails, or finds them out anew, if not."""
         self._versions = self._look_at(source)
-        self._held_still = (self._largest() == seen).all()
-        return self._held_still
+        self._told = (self._largest() == seen).all()
+        return self._told
+
+    def _hear(self) -> None:
+        """Take what the look of the last export has told; not before, since that would wait for the device in its middle."""
+        told, self._told = self._told, None
+        if told is not None and not told:
+            self.now_stale(_WRITTEN)
 
     def _look_at(self, source: WeightSource) -> dict[int, int]:
         """Hold the views of ``source``; returns the versions of what counts them."""
