@@ -68,7 +68,8 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
         report["logits"] = model(token_ids()).logits.float()
     report |= {"losses": losses, "slices": _slices(packed)}
     if case.written.name == "of-fsdp":
-        report |= _faults(rank, case, source, qat) | _written_behind(case, model, qat)
+        report |= _faults(rank, case, source, qat) | {"looks": _looks(rank, model, source, qat)}
+        report |= _written_behind(case, model, qat)
     write_checkpoint(case.written, case.checkpoint, source, qat)
     return report
 
@@ -129,6 +130,24 @@ def _written_behind(case: Case, model: Any, qat: Any) -> dict[str, str]:
     found["loaded"] = _error_of(lambda: model(token_ids()))
     qat.refresh()
     assert not found.pop("none")
+    return found
+
+
+def _looks(rank: int, model: Any, source: Any, qat: Any) -> list[tuple[bool | None, float]]:
+    """What two exports in turn find out on this rank, and by which scale, once rank 1 has written a shard of its own without a word."""
+    from rlrefit.workers.trainers.qat.source import PackedSource
+
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shard = model.get_parameter(name).to_local().data
+    kept = shard.clone()
+    if rank == 1:
+        shard.mul_(100)
+    packed, found = PackedSource(source, qat), []
+    for _ in range(2):
+        look = packed.prepare_ahead()
+        found.append((None if look is None else bool(look()), qat.scale(name, torch.float32).item()))
+    shard.copy_(kept)
+    qat.refresh()
     return found
 
 

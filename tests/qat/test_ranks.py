@@ -136,6 +136,15 @@ def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(trained: Train
             assert "written after the last refresh()" in report[how], how
 
 
+def test_a_rank_that_was_written_without_a_word_finds_its_scales_anew_and_the_others_trust_theirs(
+    trained: Trained,
+) -> None:
+    (first, second), (written, anew) = (report["looks"] for report in trained.reports["fsdp"])
+    assert [found for found, _ in (first, second)] == [True, True]
+    assert [found for found, _ in (written, anew)] == [False, None]
+    assert first[1] == written[1] < second[1] == anew[1]
+
+
 def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_training_does(
     trained: Trained,
 ) -> None:
