@@ -17,8 +17,14 @@ from rlrefit.workers.engines.vllm.compat import require_driver, require_supporte
 from tests.vllm_cpu import PACKS_EXPERTS
 
 FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
-# Where it is not there, weights take another way.
-IF_THERE = (*compat.CPU_LINEAR, *compat.CPU_EXPERTS, *compat.MARLIN_NVFP4, *compat.MTP_SWITCH)
+# Where it is not there, weights take another way, or a pause takes longer.
+IF_THERE = (
+    *compat.CPU_LINEAR,
+    *compat.CPU_EXPERTS,
+    *compat.MARLIN_NVFP4,
+    *compat.MTP_SWITCH,
+    *compat.PAUSING,
+)
 FEATURES = (
     compat.FP8,
     compat.SPECULATIVE,

@@ -187,6 +187,8 @@ _OUTPUTS = (
     Needed("vllm.v1.engine.parallel_sampling", "ParentRequest", ("external_req_id",)),
     Needed("vllm.v1.engine.detokenizer", "IncrementalDetokenizer.num_output_tokens"),
 )
+# By which a process of ours is known to make an engine, whose pauses then wait for outputs in the place of a time.
+PAUSING = (Needed("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),)
 # What drivers use of vllm.LLM.
 SCRIPT = (
     Needed("vllm.entrypoints.llm", "LLM.enqueue", ("prompts", "lora_request", "use_tqdm")),

@@ -45,7 +45,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ....integration.errors import RefitError
 from ..common.answers import REFIT_ERROR, answer, told
-from .compat import CPU_EXPERTS, CPU_LINEAR, has, require_core, require_supported_runner
+from .compat import CPU_EXPERTS, CPU_LINEAR, PAUSING, has, require_core, require_supported_runner
 from .connectors import require_droppable_caches
 
 logger = logging.getLogger(__name__)
@@ -249,6 +249,8 @@ def pause_until_outputs_are_processed() -> None:
     vLLM gives them 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed once a process
     makes one of our engines: workers and cores need not load it.
     """
+    if not has(PAUSING):
+        return
     from vllm.v1.engine.core_client import EngineCoreClient
 
     original = EngineCoreClient.make_async_mp_client
