@@ -119,9 +119,9 @@ CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for la
 # Each family, each of its mixtures in one layout that cuts experts, and each size and kind of a layout at least once.
 _COVERING: dict[str, tuple[Layout, ...]] = {
     "qwen2": (_UNEVEN,),
-    "qwen3": (_CUSTOM, _PP_DDP),
+    "qwen3": (_CUSTOM,),
     "qwen3-tied": (_TP2_PP2,),
-    "llama": (_CP_PP, _TP4),
+    "llama": (_CP_PP,),
     "mistral": (_VPP,),
     "gemma2": (_DDP,),
     "gemma3": (_TP4,),
@@ -133,7 +133,7 @@ _COVERING: dict[str, tuple[Layout, ...]] = {
     "bailing_moe_v2": (_ETP,),
     "gpt_oss": (_EP4,),
     "minimax_m2": (_ETP,),
-    "nemotron_h": (_ETP, _EP_PP),
+    "nemotron_h": (_EP_PP,),
     "nemotron_h-latent": (_ETP,),
     "qwen3_next": (_ETP,),
     "qwen3_5_moe": (_ETP,),

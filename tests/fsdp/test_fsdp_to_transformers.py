@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 
 from .models import KINDS, make_model
 from .ranks import Layout
@@ -50,31 +51,45 @@ CASES = {
     "qwen3, FSDP2 on the CPU": _Case("qwen3", Layout(2, offload=True)),
     "FP32 for an engine of BF16": _Case("qwen3", Layout(2), refit_dtype=None),
 }
+# Their parts are in others: four shards, engines of TP1, DTensors under TP2, replicas, experts, and parameters that stay gathered.
+ALONE = (
+    "qwen3, FSDP4 to TP1 x DP2",
+    "qwen3, FSDP2 x TP2",
+    "qwen3-moe, HSDP 2x2, not resharded",
+)
 Reports = dict[str, tuple[list[Any], list[Any]]]
 
 
 def run_all_cases(folder: Path) -> Reports:
-    """What all ranks saw in all cases."""
+    """What all ranks saw in the cases of each change."""
+    return _run(folder, [name for name in CASES if name not in ALONE])
+
+
+@of_all_tests
+def run_cases_alone(folder: Path) -> Reports:
+    """And in those whose parts others have."""
+    return _run(folder, ALONE)
+
+
+def _run(folder: Path, names: Sequence[str]) -> Reports:
     models = {kind: make_model(kind, folder / kind) for kind in KINDS}
     cases = []
-    for number, case in enumerate(CASES.values()):
+    for number, case in enumerate(CASES[name] for name in names):
         own = folder / f"case{number}"
         own.mkdir()
         cases.append(Case(own, models[case.kind], case.layout, case.gen_tp, case.refit_dtype, case.ways))
-    return dict(zip(CASES, run_cases(cases), strict=True))
+    return dict(zip(names, run_cases(cases), strict=True))
 
 
-AHEAD = (run_all_cases,)
+AHEAD = (run_all_cases, run_cases_alone)
 
 
-@pytest.fixture(scope="module")
-def reports(found_ahead: FoundAhead) -> Reports:
-    return found_ahead.by(run_all_cases)
+_ALL = [pytest.param(name, marks=pytest.mark.full) if name in ALONE else name for name in CASES]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_engines_hold_what_transformers_saves_after_every_step(name: str, reports: Reports) -> None:
-    trainers, engines = reports[name]
+@pytest.mark.parametrize("name", _ALL)
+def test_engines_hold_what_transformers_saves_after_every_step(name: str, found_ahead: FoundAhead) -> None:
+    trainers, engines = found_ahead.by(run_cases_alone if name in ALONE else run_all_cases)[name]
     for report in engines:
         assert [epoch["wrong"] for epoch in report] == [[] for _ in CASES[name].ways]
         assert [epoch["version"] for epoch in report] == [VERSIONS - 1 for _ in CASES[name].ways]

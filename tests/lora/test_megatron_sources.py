@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlrefit.workers.lora import SETTINGS_NAME
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.families.cases import WORLD, Layout
 from tests.families.checkpoints import write_checkpoint
 from tests.spawn import run_ranks
@@ -45,8 +45,20 @@ OTHERS = {
 }
 
 
+# Cut by TP as "exchanged" is, over as many ranks, and dense as the first case is.
+ALONE = "TP4"
+
+
 def examine_adapters(folder: Path) -> dict[str, Any]:
-    cases = CASES | OTHERS
+    return _examine({name: case for name, case in (CASES | OTHERS).items() if name != ALONE}, folder)
+
+
+@of_all_tests
+def examine_alone(folder: Path) -> dict[str, Any]:
+    return _examine({ALONE: CASES[ALONE]}, folder)
+
+
+def _examine(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
     checkpoints = {
         of: write_checkpoint(of[0], folder / "-".join(map(str, of)), short=of[1])
         for of in {case.checkpoint for case in cases.values()}
@@ -55,14 +67,19 @@ def examine_adapters(folder: Path) -> dict[str, Any]:
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in cases}
 
 
-AHEAD = (examine_adapters,)
+AHEAD = (examine_adapters, examine_alone)
+_ALL = [pytest.param(name, marks=pytest.mark.full) if name == ALONE else name for name in CASES]
 
 
-@pytest.mark.parametrize("name", CASES)
+def _found(name: str, found_ahead: FoundAhead) -> dict[str, Any]:
+    return found_ahead.by(examine_alone if name == ALONE else examine_adapters)[name]
+
+
+@pytest.mark.parametrize("name", _ALL)
 def test_merged_shards_are_what_bridge_merges_and_the_trained_weights_stay(
     name: str, found_ahead: FoundAhead
 ) -> None:
-    found = found_ahead.by(examine_adapters)[name]
+    found = _found(name, found_ahead)
     assert len(found["merged"]) == VERSIONS
     for version in found["merged"]:
         assert version["wrong"] == []
@@ -71,11 +88,11 @@ def test_merged_shards_are_what_bridge_merges_and_the_trained_weights_stay(
     assert found["touched"] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _ALL)
 def test_the_adapter_alone_is_what_bridge_exports_of_it_under_the_names_of_its_checkpoint(
     name: str, found_ahead: FoundAhead
 ) -> None:
-    found = found_ahead.by(examine_adapters)[name]
+    found = _found(name, found_ahead)
     assert len(found["alone"]) == VERSIONS
     for version in found["alone"]:
         assert version["wrong"] == []
