@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,31 @@ def test_a_worker_runs_with_all_that_its_command_has_and_tells_what_it_raises(
         assert process.returncode == code, err
         assert out == f"worker {worker.parent} {arguments} {os.nice(0) + 2} /first {python}\n"
         assert ("KeyError: 'what is missing'" in err) is bool(code)
+
+
+def test_a_worker_gets_the_variables_that_ray_sets_for_it_and_ray_is_not_loaded_for_that(
+    python: Path, worker: Path
+) -> None:
+    setup = worker.with_name("setup_worker.py")
+    setup.write_text("raise SystemExit(9)")  # in Ray's place
+    variables = {"ROLE": "of ${WHO}${NOBODY_AT_ALL}"}
+    for executable, prefix, code in (
+        (str(python), [], 0),
+        (sys.executable, [], 0),
+        ("/another/python", [], 9),
+        (str(python), ["true;"], 9),
+    ):
+        context = {
+            "command_prefix": prefix,
+            "env_vars": variables,
+            "py_executable": executable,
+            "java_jars": [],
+        }
+        asked = ("--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}")
+        process = start(python, setup, str(worker), "one", *asked, WHO="them")
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        assert out.startswith(f"of them {worker.parent} ['one'] ") is not bool(code)
 
 
 def test_what_ray_reads_as_it_is_loaded_is_read_for_each_cluster_and_job(python: Path, worker: Path) -> None:

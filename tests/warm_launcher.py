@@ -6,14 +6,18 @@ recipes' command line and the engine of a live benchmark.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import fcntl
 import gc
 import hashlib
 import io
+import json
 import os
+import re
 import runpy
+import shlex
 import signal
 import socket
 import sys
@@ -26,7 +30,7 @@ from typing import Any
 
 from tests.servers import Process
 
-_WORKER = "default_worker.py"
+_WORKER, _SETUP = "default_worker.py", "setup_worker.py"
 _RECIPES = ["-m", "rlrefit.recipes.cli"]
 _ENGINE = ["-m", "rlrefit.recipes.bench.live.engine_main"]
 # In which workers of one job differ: Ray and verl ask for these when they need them.
@@ -120,6 +124,7 @@ def _fork(listener: socket.socket) -> None:
 def launch() -> None:
     """Run this process's command line."""
     program, arguments = os.path.abspath(sys.argv[0]), sys.argv[1:]
+    arguments = _set_up(program, arguments) or arguments
     is_worker = os.path.basename((arguments or [""])[0]) == _WORKER
     if not is_worker and arguments[:2] not in (_RECIPES, _ENGINE):
         _run_for_real(program, arguments)
@@ -144,6 +149,30 @@ def launch() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)  # and wait for no server
+
+
+def _set_up(program: str, arguments: list[str]) -> list[str] | None:
+    """What Ray's script ``setup_worker.py`` does for a worker that this program runs, and the worker's arguments.
+
+    The script loads Ray for most of a second, for each worker with variables of its own, to read them and to start the worker.
+    What it would do more than that is left to it, and None is returned.
+    """
+    if not arguments or os.path.basename(arguments[0]) != _SETUP:
+        return None
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    asked, rest = parser.parse_known_args(arguments[1:])
+    context = json.loads(asked.serialized_runtime_env_context)
+    variables, python = context.pop("env_vars", None), context.pop("py_executable", None)
+    # Ray's agent, which is run by the real Python, names that one where no other is asked for.
+    by_this = python in (None, sys.executable) or shlex.split(python) == [program]
+    if asked.language != "PYTHON" or any(context.values()) or not by_this:
+        return None
+    for name, value in (variables or {}).items():
+        # As ray._private.utils.update_envs: what is not set is empty.
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+    return rest
 
 
 def _server_of_workers(folder: str, address: str) -> str:
@@ -171,7 +200,7 @@ def _started(process: Process, address: str) -> Any:
 
 
 def _run_for_real(program: str, arguments: list[str]) -> None:
-    if arguments and os.path.basename(arguments[0]) == "setup_worker.py":
+    if arguments and os.path.basename(arguments[0]) == _SETUP:
         # It starts the worker by the Python that Ray's agent, which is a real one, has told.
         real, own = (f'"{path}"' for path in (sys.executable, program))
         arguments = [argument.replace(real, own) for argument in arguments]

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.refits import Refits
 from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
-from tests.ahead import FoundAhead, keeping_time
+from tests.ahead import FoundAhead, keeping_time, of_all_tests
 
 from .command import SHORT, metrics, numbers
 from .delta_runs import DIGESTS, DigestedRefits, digests
 from .shared_cluster import on_shared_cluster
 
-SAVED, STEPS = 2, 5
+SAVED, STEPS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,18 @@ def run(
     return Ran(folder, metrics(folder), said.getvalue())
 
 
+OF_ALL_RUNS = (
+    *(f"algorithm.steps={STEPS}", "algorithm.prompts_per_step=8"),
+    *(f"checkpoint.every={SAVED}", "checkpoint.keep=3"),
+)
+
+
 def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
     """A run shard to shard, and what goes on from its first checkpoint otherwise."""
-    steps = (
-        *(f"algorithm.steps={STEPS}", "algorithm.prompts_per_step=8"),
-        *(f"checkpoint.every={SAVED}", "checkpoint.keep=3"),
-    )
-    first = (*steps, "policy.refit.transport=p2p")
+    first = (*OF_ALL_RUNS, "policy.refit.transport=p2p")
     ran = {"shards": run("grpo_tiny", folder / "shards", ray_address, *first, refits=DigestedRefits)}
     by_mask = ("policy.refit.delta=always", "policy.refit.delta_base=optimizer")
     others: dict[str, tuple[tuple[str, ...], type[Refits] | None]] = {
-        "golden": (("policy.refit.transport=golden",), None),
         "turns": (("generation.colocated.enabled=true",), None),
         "sparse": (by_mask, DigestedRefits),
     }
@@ -73,8 +75,18 @@ def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
             if checkpoint.name != f"step_{SAVED:06d}":
                 shutil.rmtree(checkpoint)
         (folder / name / "grpo_tiny" / DIGESTS).unlink()
-        ran[name] = run("grpo_tiny", folder / name, ray_address, *steps, *other, "resume=true", refits=refits)
+        ran[name] = run(
+            "grpo_tiny", folder / name, ray_address, *OF_ALL_RUNS, *other, "resume=true", refits=refits
+        )
     return ran
+
+
+def _train_by_golden(folder: Path, ray_address: str) -> dict[str, Ran]:
+    """A run shard to shard, and the same one by the golden path."""
+    return {
+        way: run("grpo_tiny", folder / way, ray_address, *OF_ALL_RUNS, f"policy.refit.transport={way}")
+        for way in ("p2p", "golden")
+    }
 
 
 def _train_experts(folder: Path, ray_address: str) -> Ran:
@@ -101,6 +113,15 @@ def train_and_resume(folder: Path) -> dict[str, Ran]:
     return on_shared_cluster(_train_and_resume, folder)
 
 
+# The same ranks and transports move weights bit for bit in tests/fsdp and tests/colocated.
+@of_all_tests
+@keeping_time
+def train_by_golden(folder: Path) -> dict[str, Ran]:
+    return on_shared_cluster(_train_by_golden, folder)
+
+
+# Policies of experts train so in tests/fsdp_policy, send them so in tests/fsdp, and DAPO trains experts in test_withheld_refit.
+@of_all_tests
 @keeping_time
 def train_experts(folder: Path) -> Ran:
     return on_shared_cluster(_train_experts, folder)
@@ -111,10 +132,10 @@ def train_in_fp8(folder: Path) -> Ran:
     return on_shared_cluster(_train_in_fp8, folder)
 
 
-AHEAD = (train_and_resume, train_experts, train_in_fp8)
+AHEAD = (train_and_resume, train_by_golden, train_experts, train_in_fp8)
 
 
-def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do_resumed_runs(
+def test_resumed_runs_in_turns_and_with_sparse_refits_give_the_curve_of_shard_to_shard_bit_for_bit(
     found_ahead: FoundAhead,
 ) -> None:
     ran = found_ahead.by(train_and_resume)
@@ -126,7 +147,7 @@ def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert len({row["train/grad_norm"] for row in rows}) == STEPS
 
-    for again in (ran["golden"], ran["turns"], ran["sparse"]):
+    for again in (ran["turns"], ran["sparse"]):
         assert f"resuming after step {SAVED}" in again.said
         assert numbers(again.rows) == numbers(rows)
         assert again.rows[SAVED:] != rows[SAVED:]  # but for the seconds
@@ -143,6 +164,15 @@ def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do
     assert {row["step"] for row in stages} == set(range(SAVED + 1, STEPS + 1))
 
 
+@pytest.mark.full
+def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit(found_ahead: FoundAhead) -> None:
+    ran = found_ahead.by(train_by_golden)
+    assert numbers(ran["p2p"].rows) == numbers(ran["golden"].rows)
+    assert len(ran["p2p"].rows) == STEPS
+    assert ran["golden"].rows != ran["p2p"].rows  # but for the seconds
+
+
+@pytest.mark.full
 def test_dapo_trains_a_mixture_of_experts_under_tensor_parallelism(found_ahead: FoundAhead) -> None:
     ran = found_ahead.by(train_experts)
     assert "trainer 2 ranks (FSDP1 TP2)" in ran.said

@@ -12,7 +12,7 @@ import ray
 import torch
 
 from rlrefit.recipes.refits import Refits
-from tests.ahead import FoundAhead, keeping_time
+from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
 from tests.qat.vllm_side import ENVIRONMENT, digests_of, loaded_digests
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
@@ -21,7 +21,6 @@ from tests.warm_python import ENGINE, warm_python
 from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 
-TRAINERS = ("fsdp", "megatron")  # FSDP2 over two ranks, and TP2
 STEPS = 2
 # The version of the second refit, behind the first step: other weights, and other scales of inputs.
 SECOND = 1
@@ -80,49 +79,63 @@ def _write(actor: Any, folder: str) -> None:
     write_checkpoint(folder, policy.config.model_path, source, policy.qat)
 
 
-def _train(folder: Path, ray_address: str) -> dict[str, Ran]:
+def _train(folder: Path, ray_address: str, trainer: str) -> Ran:
     with warm_python(vllm_processes, ENGINE) as python:
         warm = f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"
-        return {
-            trainer: run(
-                "grpo_tiny_vllm",
-                folder / trainer,
-                ray_address,
-                *QAT,
-                warm,
-                trainer=trainer,
-                refits=CheckedRefits,
-            )
-            for trainer in TRAINERS
-        }
+        return run(
+            "grpo_tiny_vllm",
+            folder,
+            ray_address,
+            *QAT,
+            warm,
+            trainer=trainer,
+            refits=CheckedRefits,
+        )
+
+
+def _trained(folder: Path, trainer: str) -> Trained:
+    ran = on_shared_cluster(_train, folder, trainer)
+    written, held = str(ran.folder / WRITTEN), json.loads((ran.folder / HELD).read_text())
+    loaded = run_alone(loaded_digests, written, environment=ENVIRONMENT, made_by=vllm_processes)
+    return Trained(ran, held, loaded)
 
 
 @keeping_time
-def train_for_nvfp4(folder: Path) -> dict[str, Trained]:
-    found = {}
-    for trainer, ran in on_shared_cluster(_train, folder).items():
-        written, held = str(ran.folder / WRITTEN), json.loads((ran.folder / HELD).read_text())
-        loaded = run_alone(loaded_digests, written, environment=ENVIRONMENT, made_by=vllm_processes)
-        found[trainer] = Trained(ran, held, loaded)
-    return found
+def train_fsdp_for_nvfp4(folder: Path) -> Trained:
+    """Over two ranks."""
+    return _trained(folder, "fsdp")
 
 
-AHEAD = (train_for_nvfp4,)
-pytestmark = pytest.mark.parametrize("trainer", TRAINERS)
+# Its ranks train, send and write checkpoints in tests/qat, and train for a vLLM in test_train.
+@of_all_tests
+@keeping_time
+def train_megatron_for_nvfp4(folder: Path) -> Trained:
+    """In TP2."""
+    return _trained(folder, "megatron")
+
+
+AHEAD = (train_fsdp_for_nvfp4, train_megatron_for_nvfp4)
+pytestmark = pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_fsdp_for_nvfp4, id="fsdp"),
+        pytest.param(train_megatron_for_nvfp4, id="megatron", marks=pytest.mark.full),
+    ],
+)
 
 
 def test_the_engine_holds_bit_for_bit_what_vllm_loads_from_the_policys_checkpoint(
-    found_ahead: FoundAhead, trainer: str
+    found_ahead: FoundAhead, train: Work
 ) -> None:
-    found = found_ahead.by(train_for_nvfp4)[trainer]
+    found = found_ahead.by(train)
     assert any(name.endswith(("input_scale", "weight_scale")) for name in found.loaded)
     assert found.held == found.loaded
 
 
 def test_the_engine_generates_with_the_packed_weights_that_the_policy_trains_with(
-    found_ahead: FoundAhead, trainer: str
+    found_ahead: FoundAhead, train: Work
 ) -> None:
-    rows = found_ahead.by(train_for_nvfp4)[trainer].ran.rows
+    rows = found_ahead.by(train).ran.rows
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     # The engine began with random weights. Both round inputs to four bits, of sums that differ in their last bits: 5e-4 was the
     # most that was seen.

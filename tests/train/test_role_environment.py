@@ -29,7 +29,17 @@ def _environment_of_its_own(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[str], str]]]:
+Found = tuple[str | None, list[str], str]
+Guests = tuple[list[str], list[list[str | None]], str]
+
+
+def _start(folder: Path, ray_address: str) -> tuple[list[list[Found]], Guests]:
+    config = load_config("grpo_tiny", [f"ray.address={ray_address}"]).ray
+    with patient_ray(), ray_cluster(config, 4):
+        return _roles(folder, ray_address), _guests(folder, ray_address)
+
+
+def _roles(folder: Path, ray_address: str) -> list[list[Found]]:
     """What actors of each role find in their environment, and the prefix of their interpreter."""
     python = _environment_of_its_own(folder / "an engine's")
     roles = [
@@ -40,27 +50,26 @@ def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[s
     config = load_config("grpo_tiny", [f"ray.address={ray_address}", *roles]).ray
 
     class Process:
-        def start(self) -> tuple[str | None, list[str], str]:
+        def start(self) -> Found:
             import os
             import sys
 
             return os.environ.get("ROLE"), [path for path in sys.path if path in ("/a", "/b")], sys.prefix
 
-    with patient_ray(), ray_cluster(config, 2):
-        groups = [
-            ActorGroup(name, Process, 1, 0, config, env=env, python=python)
-            for name, env, python in (
-                ("trainer", config.trainer_env, None),
-                ("generation", config.generation_env, config.generation_python),
-            )
-        ]
-        found = [group.call("start") for group in groups]
-        for group in groups:
-            group.shutdown()
+    groups = [
+        ActorGroup(name, Process, 1, 0, config, env=env, python=python)
+        for name, env, python in (
+            ("trainer", config.trainer_env, None),
+            ("generation", config.generation_env, config.generation_python),
+        )
+    ]
+    found = [group.call("start") for group in groups]
+    for group in groups:
+        group.shutdown()
     return found
 
 
-def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | None]], str]:
+def _guests(folder: Path, ray_address: str) -> Guests:
     """The GPUs of four hosts, what two guests of two hosts each find in their environment, and what a missing folder ends with."""
     config = load_config("grpo_tiny", [f"ray.address={ray_address}", "ray.cpus_per_rank=0.5"]).ray
 
@@ -77,45 +86,39 @@ def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | 
 
             return [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROLE")]
 
-    with patient_ray(), ray_cluster(config, 4):
-        hosts = ActorGroup("trainer", Host, 4, 0, config, guest_cpus=0.5)
-        guests = GuestGroup("engine", Guest, hosts, 2, 1, config, env={"ROLE": "engine"})
-        hosts.require_files("run_root", folder)
-        with pytest.raises(RunError) as refused:
-            hosts.require_files("run_root", folder / "of another host")
-        found = hosts.call("visible_gpus"), guests.call("seen"), str(refused.value)
-        guests.shutdown()
-        hosts.shutdown()
+    hosts = ActorGroup("trainer", Host, 4, 0, config, guest_cpus=0.5)
+    guests = GuestGroup("engine", Guest, hosts, 2, 1, config, env={"ROLE": "engine"})
+    hosts.require_files("run_root", folder)
+    with pytest.raises(RunError) as refused:
+        hosts.require_files("run_root", folder / "of another host")
+    found = hosts.call("visible_gpus"), guests.call("seen"), str(refused.value)
+    guests.shutdown()
+    hosts.shutdown()
     return found
 
 
 @keeping_time  # Ray gives up starting after half a minute
-def start_roles(folder: Path) -> list[list[tuple[str | None, list[str], str]]]:
-    return on_shared_cluster(_roles, folder)
+def start_roles_and_guests(folder: Path) -> tuple[list[list[Found]], Guests]:
+    return on_shared_cluster(_start, folder)
 
 
-@keeping_time
-def start_guests(folder: Path) -> tuple[list[str], list[list[str | None]], str]:
-    return on_shared_cluster(_guests, folder)
-
-
-AHEAD = (start_roles, start_guests)
+AHEAD = (start_roles_and_guests,)
 
 
 def test_actors_start_with_the_variables_and_the_interpreter_of_their_role(found_ahead: FoundAhead) -> None:
-    (trainer,), (engine,) = found_ahead.by(start_roles)
+    ((trainer,), (engine,)), _ = found_ahead.by(start_roles_and_guests)
     assert trainer == ("trainer", [], sys.prefix)
     assert engine[:2] == (None, ["/a", "/b"])
     assert engine[2].endswith("an engine's")
 
 
 def test_guests_see_the_gpus_of_their_hosts_in_order(found_ahead: FoundAhead) -> None:
-    gpus, seen, _ = found_ahead.by(start_guests)
+    _, (gpus, seen, _) = found_ahead.by(start_roles_and_guests)
     assert seen == [[",".join(gpus[:2]), "engine"], [",".join(gpus[2:]), "engine"]]
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused_by_the_rank_and_its_key(
     found_ahead: FoundAhead,
 ) -> None:
-    *_, refused = found_ahead.by(start_guests)
+    _, (*_, refused) = found_ahead.by(start_roles_and_guests)
     assert all(word in refused for word in ("trainer rank 0", "of another host", "run_root"))
