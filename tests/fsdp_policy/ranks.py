@@ -85,9 +85,10 @@ def everything(
     resumed: dict[str, Case],
     other: Case,
     references: tuple[Case, Case],
+    routed: Case,
     root: str,
 ) -> dict[str, Any]:
-    """All cases, and what becomes of saved states.
+    """All cases but those of :func:`more`, and what becomes of saved states.
 
     Args:
         rank: this one.
@@ -95,6 +96,7 @@ def everything(
         resumed: to save and resume.
         other: the first of ``resumed`` in another layout.
         references: one with a reference policy, and the same with another one.
+        routed: one whose routers transformers keeps in FP32.
         root: folder of all states.
     """
     first, case = next(iter(resumed.items()))
@@ -105,9 +107,17 @@ def everything(
         "resumed": resume_all(resumed, root),
         "other layout": scenes.load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
-        "routers": _routers(resumed[scenes.ROUTED_IN_FLOAT32]),
+        "routers": _routers(routed),
         "unused": _unused(Path(root) / "unused"),
         "references": _references(*references, Path(root) / "references"),
+    }
+
+
+def more(rank: int, trained: dict[str, Case], resumed: dict[str, Case], root: str) -> dict[str, Any]:
+    """Further cases to train, and to save and resume."""
+    return {
+        "trained": {name: train(make_policy(case), case) for name, case in trained.items()},
+        "resumed": resume_all(resumed, root),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlrefit.workers.trainers.qat.config import QATConfig
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.policy_scenes import LENGTHS, ROUTED_IN_FLOAT32, assert_reference_stays, assert_resumed
 from tests.spawn import PATIENT_S, run_ranks
 
 from .models import KINDS, Oracle, write_checkpoint
-from .ranks import Case, everything
+from .ranks import Case, everything, more
 
 RANKS = 4
 # Name of the case: (checkpoint, layout, further fields of the policy's configuration).
@@ -43,6 +44,12 @@ RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
     ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16, {}),
     "FSDP4 in NVFP4": ("qwen3", {}, torch.bfloat16, {"qat": QATConfig()}),
 }
+# Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``).
+_MORE = {"FSDP4", ROUTED_IN_FLOAT32}
+
+
+def _marked(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
 
 
 @dataclass(frozen=True)
@@ -55,25 +62,46 @@ class World:
 
 
 def run_all_cases(root: Path) -> World:
-    paths = {kind: write_checkpoint(kind, root / f"{kind}-model") for kind in (*KINDS, ROUTED_IN_FLOAT32)}
-    trained = {name: Case(paths[of], layout, options=more) for name, (of, layout, more) in TRAINED.items()}
+    paths, trained, resumed = _cases(root, more=False)
     trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
     trained[WITH_REFERENCE] = Case(paths["qwen3"], {"replicate": 2}, torch.bfloat16, kl_coef=0.1)
-    resumed = {
-        name: Case(paths[of], layout, dtype, micro_batch=2, options=more)
-        for name, (of, layout, dtype, more) in RESUMED.items()
-    }
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
     with_reference = trained[WITH_REFERENCE]
     references = (
         with_reference,
         replace(with_reference, checkpoint=_shifted(paths["qwen3"], root / "shifted")),
     )
-    cases = trained, resumed, other, references
+    routed = Case(paths[ROUTED_IN_FLOAT32], {}, torch.bfloat16, micro_batch=2)
+    cases = trained, resumed, other, references, routed
     with ThreadPoolExecutor(1) as pool:
         ranks = pool.submit(run_ranks, everything, RANKS, *cases, str(root), timeout_s=PATIENT_S)
         oracles = {kind: Oracle(path) for kind, path in paths.items() if kind in KINDS}
         return World(oracles, ranks.result())
+
+
+@of_all_tests
+def run_more_cases(root: Path) -> list[dict[str, Any]]:
+    """Held against the same oracles."""
+    _, trained, resumed = _cases(root, more=True)
+    return run_ranks(more, RANKS, trained, resumed, str(root), timeout_s=PATIENT_S)
+
+
+def _cases(root: Path, *, more: bool) -> tuple[dict[str, str], dict[str, Case], dict[str, Case]]:
+    """Checkpoints, and the cases to train and to resume."""
+    paths = {kind: write_checkpoint(kind, root / f"{kind}-model") for kind in (*KINDS, ROUTED_IN_FLOAT32)}
+
+    def wanted(cases: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: case for name, case in cases.items() if (name in _MORE) == more}
+
+    trained = {
+        name: Case(paths[of], layout, options=options)
+        for name, (of, layout, options) in wanted(TRAINED).items()
+    }
+    resumed = {
+        name: Case(paths[of], layout, dtype, micro_batch=2, options=options)
+        for name, (of, layout, dtype, options) in wanted(RESUMED).items()
+    }
+    return paths, trained, resumed
 
 
 def _shifted(path: str, folder: Path) -> str:
@@ -84,18 +112,35 @@ def _shifted(path: str, folder: Path) -> str:
     return str(folder)
 
 
-AHEAD = (run_all_cases,)
+AHEAD = (run_all_cases, run_more_cases)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, usual: World) -> World:
+    if request.node.get_closest_marker("full") is None:
+        return usual
+    found: World = request.getfixturevalue("whole")
+    return found
 
 
 @pytest.fixture(scope="module")
-def world(found_ahead: FoundAhead) -> World:
+def usual(found_ahead: FoundAhead) -> World:
     return found_ahead.by(run_all_cases)
+
+
+@pytest.fixture(scope="module")
+def whole(usual: World, found_ahead: FoundAhead) -> World:
+    ranks = zip(usual.ranks, found_ahead.by(run_more_cases), strict=True)
+    parts = ("trained", "resumed")
+    return replace(
+        usual, ranks=[rank | {part: rank[part] | also[part] for part in parts} for rank, also in ranks]
+    )
 
 
 close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", _marked(TRAINED))
 def test_log_probabilities_and_steps_are_those_of_one_process_with_the_whole_model(
     world: World, case: str
 ) -> None:
@@ -119,8 +164,8 @@ def test_log_probabilities_and_steps_are_those_of_one_process_with_the_whole_mod
 
 
 def test_ranks_share_the_weights_and_replicas_hold_them_twice(world: World) -> None:
-    whole = sum(weight.numel() for weight in world.oracles["qwen3"].weights.values())
-    for case, copies in (("FSDP4", 1), ("HSDP 2x2, recomputing", 2)):
+    for case, copies in (("FSDP4 of six experts", 1), ("HSDP 2x2, recomputing", 2)):
+        whole = sum(weight.numel() for weight in world.oracles[TRAINED[case][0]].weights.values())
         assert sum(rank["kept"][case].count for rank in world.ranks) == copies * whole
 
 
@@ -140,7 +185,7 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
         assert_reference_stays(report)
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", _marked(RESUMED))
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:

@@ -11,7 +11,7 @@ from policy_ranks import exported, leave_layout
 
 from tests import policy_scenes as scenes
 
-STEPS = 3
+STEPS = 2
 WEIGHT = 0.1
 
 

@@ -96,11 +96,11 @@ ADAPTED = {
 IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "CP2")
 # Left to make test-all: other cases have each part of these.
 _MORE = {
-    "layouts": {"TP2 and CP2", "PP2 and CP2"},
+    "layouts": {"TP2 and CP2", "PP2 with two virtual stages and CP2"},
     "bfloat16": {"TP2", "PP2 with tied embeddings"},
     "recomputing": {"TP2 and EP2", "CP2"},
-    "adapters": {"TP2 with adapters"},
-    "resumed": {"CP2_EP2"},
+    "adapters": {"TP2 with adapters", "DP2 with adapters"},
+    "resumed": {"CP2_EP2", "TP2_EP2_with_adapters"},
 }
 
 
@@ -157,6 +157,7 @@ def _run(root: Path, more: bool) -> World:
         "PP2_plain": Case(
             paths["tied"], {"pipeline_parallel": 2}, "bfloat16", distributed_optimizer=False, eps=1e-8
         ),
+        "TP2_with_adapters": Case(paths["qwen3"], LAYOUTS["TP2"][1], "bfloat16", eps=1e-8, lora=LORA),
         "TP2_EP2_with_adapters": Case(
             paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8, lora=LORA
         ),
@@ -326,7 +327,13 @@ def test_the_reference_policy_stays_where_the_policy_began_on_parts_of_rows(worl
 
 @pytest.mark.parametrize(
     "case",
-    _marked(["TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "TP2_EP2_with_adapters", "PP2_in_NVFP4"], "resumed"),
+    _marked(
+        [
+            *("TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "PP2_in_NVFP4"),
+            *("TP2_with_adapters", "TP2_EP2_with_adapters"),
+        ],
+        "resumed",
+    ),
 )
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str

@@ -143,10 +143,13 @@ def test_the_drafter_is_found_in_either_model_runner_and_by_the_method_of_later_
 # A drafter that shares nothing with its model loads both copies of an embedding of GLM-4.7-Flash, and the last one wins.
 CASES = {
     **{f"{family} TP2": (family, 2, False) for family in DRAFTERS},
-    **{f"{family} apart": (family, 1, True) for family in ("glm4_moe", "qwen3_next", "glm4_moe_lite")},
+    **{f"{family} apart": (family, 1, True) for family in ("qwen3_next", "glm4_moe_lite")},
 }
-# What one rank takes whole two take in part, by the same code of the family's.
-ALONE = {f"{family} TP1": (family, 1, False) for family in DRAFTERS}
+# What one rank takes whole two take in part, by the same code of the family's; and one more drafter that keeps a copy of each.
+ALONE = {
+    **{f"{family} TP1": (family, 1, False) for family in DRAFTERS},
+    "glm4_moe apart": ("glm4_moe", 1, True),
+}
 _ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in ALONE)]
 
 

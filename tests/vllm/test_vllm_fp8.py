@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_under_verl, write_case
 
 from examples.verl.on_cpus import named_vllm
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -22,33 +24,72 @@ CASES = {
 }
 # Post-load functions that verl has wrapped: refits do with them what they do with vLLM's own.
 VERL = {"dense, rearranged, under verl": {"rearranged": True}, "experts, under verl": {"experts": True}}
-ALL = [*CASES, *VERL]
-IN_PLACE = ["dense", "experts", "experts in parallel", "experts, under verl"]
+# Each has parts that other cases have too: attention beside experts is dense, and in place; kernels that rearrange, and verl's
+# functions, are told from others by the same look at each.
+_MORE = {"dense", "dense, rearranged, under verl"}
+
+
+def _marked(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
+
+
+ALL = _marked([*CASES, *VERL])
+IN_PLACE = _marked(["dense", "experts", "experts in parallel", "experts, under verl"])
 LAYER = "model.layers.0"
 Results = dict[str, list[Fp8Result]]
 
 
 def refit_all_cases(folder: Path) -> Results:
+    return _refit(folder, [case for case in CASES if case not in _MORE])
+
+
+@of_all_tests
+def refit_more_cases(folder: Path) -> Results:
+    return _refit(folder, [case for case in CASES if case in _MORE])
+
+
+def _refit(folder: Path, cases: list[str]) -> Results:
     """In one pair of processes."""
-    listed = [write_case(folder / name, **options) for name, options in CASES.items()]
+    listed = [write_case(folder / name, **CASES[name]) for name in cases]
     by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
-    return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 def refit_verls_cases(folder: Path) -> Results:
+    return _refit_under_verl(folder, [case for case in VERL if case not in _MORE])
+
+
+@of_all_tests
+def refit_more_of_verls_cases(folder: Path) -> Results:
+    return _refit_under_verl(folder, [case for case in VERL if case in _MORE])
+
+
+def _refit_under_verl(folder: Path, cases: list[str]) -> Results:
     """In another one, which verl patches."""
-    listed = [write_case(folder / name, **options) for name, options in VERL.items()]
+    listed = [write_case(folder / name, **VERL[name]) for name in cases]
     path = named_vllm(folder)
     by_rank = run_ranks(refit_under_verl, 2, listed, path, timeout_s=PATIENT_S, made_by=vllm_processes)
-    return dict(zip(VERL, map(list, zip(*by_rank, strict=True)), strict=True))
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-AHEAD = (refit_all_cases, refit_verls_cases)
+AHEAD = (refit_all_cases, refit_verls_cases, refit_more_cases, refit_more_of_verls_cases)
 
 
 @pytest.fixture(scope="module")
-def results(found_ahead: FoundAhead) -> Results:
+def usual(found_ahead: FoundAhead) -> Results:
     return found_ahead.by(refit_all_cases) | found_ahead.by(refit_verls_cases)
+
+
+@pytest.fixture(scope="module")
+def whole(usual: Results, found_ahead: FoundAhead) -> Results:
+    return usual | found_ahead.by(refit_more_cases) | found_ahead.by(refit_more_of_verls_cases)
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest) -> Results:
+    full = request.node.get_closest_marker("full") is not None
+    found: Results = request.getfixturevalue("whole" if full else "usual")
+    return found
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -77,7 +118,11 @@ def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Re
     ("case", "why"),
     [
         ("dense, rearranged", "of Rearranging may rewrite the layout"),
-        ("dense, rearranged, under verl", "of Rearranging may rewrite the layout"),
+        pytest.param(
+            "dense, rearranged, under verl",
+            "of Rearranging may rewrite the layout",
+            marks=pytest.mark.full,
+        ),
         ("experts, another library's", "was replaced by a function of vllm_fp8_ranks"),
     ],
 )
@@ -91,17 +136,18 @@ def test_what_may_be_processed_after_loading_takes_the_misc_path_with_all_codes_
     assert results[case][0].routes["nccl_xfer"]["misc"] == 2 * len(quantized)
 
 
-def test_the_engine_names_what_it_holds_quantized_and_each_rank_its_own_experts(results: Results):
+@pytest.mark.parametrize("case", _marked(["dense", "experts", "experts in parallel"]))
+def test_the_engine_names_what_it_holds_quantized_and_each_rank_its_own_experts(results: Results, case: str):
     attention = {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo"}
     parts = ("gate", "up", "down")
     experts = [{f"{LAYER}.mlp.experts.{e}.{part}_proj.weight" for part in parts} for e in range(4)]
-    for case, of_ranks in {
+    of_ranks = {
         "dense": [{f"{LAYER}.mlp.{part}_proj.weight" for part in parts}] * 2,
         "experts": [set.union(*experts)] * 2,
         "experts in parallel": [experts[0] | experts[1], experts[2] | experts[3]],
-    }.items():
-        assert [rank.own.keys() for rank in results[case]] == [attention | own for own in of_ranks]
-        assert {format for rank in results[case] for format in rank.own.values()} == {Fp8Blockwise()}
+    }[case]
+    assert [rank.own.keys() for rank in results[case]] == [attention | own for own in of_ranks]
+    assert {format for rank in results[case] for format in rank.own.values()} == {Fp8Blockwise()}
 
 
 @pytest.mark.parametrize("case", ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dense with room in host memory": ("dense", {"more": {"cpu_offload_gb": 1}}),
 }
+# One case of two ranks, or one whose experts are packed, has all that these have.
+_MORE = {"moe", "fp8"}
 PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed")]
 # Experts of a size that stays as it is loaded or, of a vLLM that packs all on CPUs, is packed without padding on two ranks too.
 _SIZE = 64 if PACKS_EXPERTS else PLAIN_EXPERTS
@@ -108,17 +111,28 @@ class Results(dict[str, list[RankResult]]):
         return found
 
 
-def refit_all_cases(folder: Path) -> Results:
-    """Every number of ranks is one group of processes."""
+def _marked(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
+
+
+def in_layouts(folder: Path, *, more: bool) -> dict[str, Case]:
+    """A case of each of them, or of those that are left to make test-all."""
     pairs: dict[str, tuple[str, str]] = {}
-    for name, config in CONFIGS.items():
+    wanted = {name: case for name, case in LAYOUTS.items() if (name in _MORE) == more}
+    for name in dict.fromkeys(model for model, _ in wanted.values()):
+        config = CONFIGS[name]
         dtype = torch.float32 if name.endswith("fp32") else torch.bfloat16
         a, b = (write_checkpoint(folder / f"{name}_{seed}", config, seed, dtype) for seed in (1, 2))
         if name == "fp8":
             quantize_checkpoint(a)
             quantize_checkpoint(b)
         pairs[name] = str(a), str(b)
-    cases = {name: Case(*pairs[model], **options) for name, (model, options) in LAYOUTS.items()}
+    return {name: Case(*pairs[model], **options) for name, (model, options) in wanted.items()}
+
+
+def refit_all_cases(folder: Path) -> Results:
+    """Every number of ranks is one group of processes."""
+    cases = in_layouts(folder, more=False)
     found = Results()
     for ranks in (1, 2):
         own = {name: case for name, case in cases.items() if case.layout.ranks == ranks}
@@ -149,11 +163,11 @@ def refit_on(ranks: int, cases: dict[str, Case]) -> dict[str, list[RankResult]]:
 
 
 @of_all_tests
-def refit_families_on_one_rank(folder: Path) -> Results:
-    return Results(refit_on(1, in_families(folder, 1)))
+def refit_on_one_rank(folder: Path) -> Results:
+    return Results(refit_on(1, in_layouts(folder, more=True) | in_families(folder, 1)))
 
 
-AHEAD = (refit_all_cases, refit_families_on_one_rank)
+AHEAD = (refit_all_cases, refit_on_one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +177,17 @@ def results(found_ahead: FoundAhead) -> Results:
 
 @pytest.fixture(scope="module")
 def alone(found_ahead: FoundAhead) -> Results:
-    return found_ahead.by(refit_families_on_one_rank)
+    return found_ahead.by(refit_on_one_rank)
 
 
 @pytest.fixture
 def ranks(case: str, request: pytest.FixtureRequest) -> list[RankResult]:
     """What each rank of a case saw."""
-    found: Results = request.getfixturevalue("alone" if case in ALONE else "results")
+    found: Results = request.getfixturevalue("alone" if case in {*ALONE, *_MORE} else "results")
     return found[case]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *_OF_FAMILIES])
+@pytest.mark.parametrize("case", [*_marked(LAYOUTS), *_OF_FAMILIES])
 def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(
     ranks: list[RankResult], case: str
 ):
@@ -209,13 +223,13 @@ def test_every_family_of_the_table_is_refitted_here():
 @pytest.mark.parametrize(
     "case",
     [
-        *("tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"),
+        *_marked(["tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"]),
         *("dense by transformers TP2", "dense with room in host memory"),
     ],
 )
-def test_weights_that_are_not_padded_all_take_the_bulk_path(results: Results, case: str):
+def test_weights_that_are_not_padded_all_take_the_bulk_path(ranks: list[RankResult], case: str):
     parts = OWN_PARTS if case == "moe packable" else (*OWN_PARTS, *PADDED_PARTS)
-    for rank in results[case]:
+    for rank in ranks:
         assert {name for name in rank.misc if not is_of(name, parts)} == set()
 
 
@@ -278,10 +292,12 @@ def test_what_comes_in_part_or_twice_is_an_error_and_the_old_weights_stay(
         assert differing == []
 
 
-@pytest.mark.parametrize("case", ["fp8", "quantized online", "fp8 TP2"])
-def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(results: Results, case: str):
+@pytest.mark.parametrize("case", _marked(["fp8", "quantized online", "fp8 TP2"]))
+def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(
+    results: Results, ranks: list[RankResult], case: str
+):
     """After start-up its parameters are plain and transposed, and the model's own loader dies of them half-way."""
-    for rank in results[case]:
+    for rank in ranks:
         assert rank.bare_load in ("AttributeError", "AssertionError", "RuntimeError", "ValueError")
         assert not any("_proj" in name for name in rank.bulk)
         assert "model.layers.1.mlp.up_proj.weight" in rank.misc
@@ -290,9 +306,11 @@ def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(results: Res
     assert all(rank.processed == [set(), set()] for rank in results["dense TP2"])
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_manifest_without_any_one_tensor_is_refused_by_the_ranks_that_want_it(results: Results, case: str):
-    for rank in results[case]:
+@pytest.mark.parametrize("case", _marked(LAYOUTS))
+def test_a_manifest_without_any_one_tensor_is_refused_by_the_ranks_that_want_it(
+    ranks: list[RankResult], case: str
+):
+    for rank in ranks:
         refused, taken = rank.without
         assert len(refused | taken) > 11
         assert refused == {*rank.bulk, *rank.misc} & (refused | taken)

@@ -20,6 +20,7 @@ from vllm_ranks import (
     _state,
     _unequal,
     groups_of,
+    left_out_in_turn,
     loaded,
 )
 from vllm_refit import refit
@@ -64,7 +65,7 @@ class DraftedRank:
         aside: weights that neither model wants.
         shared: parameters of the drafter that are the served model's.
         differing: parts of either model that are not as vLLM itself loads them; by occasion.
-        refused: weights of MTP layers without which a manifest is refused.
+        refused: weights of MTP layers without which a manifest is refused, by the one rank that tried it.
         taken: and those without which it is not.
         stayed: what a manifest without weights of MTP layers left in the drafter is what was there before.
         told: what the log says of that manifest.
@@ -189,12 +190,17 @@ def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, fou
     from rlrefit.workers.engines.common.drafted import mtp_weights
 
     drafted = set(mtp_weights(tensors, destination._layers))
-    for name in sorted(drafted):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    # All ranks have parts of the same weights, and each tries its share of them.
+    for name in left_out_in_turn(sorted(drafted))[rank::size]:
         try:
             destination.routes(manifest_of({n: t for n, t in tensors.items() if n != name}))
             found.taken.add(name)
         except PlanError:
             found.refused.add(name)
+    answers: list[Any] = [None] * size
+    torch.distributed.all_gather_object(answers, (found.refused, found.taken))
+    found.refused, found.taken = (set.union(*of_ranks) for of_ranks in zip(*answers, strict=True))
     rest = {name: tensor for name, tensor in tensors.items() if name not in drafted}
     before = {name: p.detach().clone() for name, p in pair.drafter.named_parameters()}
     log = logging.getLogger("rlrefit.workers.engines.vllm.drafters")

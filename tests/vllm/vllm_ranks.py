@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,7 @@ class RankResult:
         failures: of refits that had to fail, the error, and the difference to the old weights afterwards.
         processed: how often the first and the second refit processed an FP8 layer after loading it.
         bare_load: why an FP8 model's own loader can't take new weights after it was started.
-        without: tensors of the first layer, and those of no layer, without which a manifest is refused, and not refused.
+        without: tensors of the first layer (of experts: the first and the last), and those of no layer, without which a manifest is refused, and not refused.
     """
 
     bulk: dict[str, list[tuple[tuple[int, int], ...]]]
@@ -342,11 +342,20 @@ def _failures(
     return found
 
 
+def left_out_in_turn(names: Iterable[str]) -> list[str]:
+    """Of experts the first and the last alone: each name costs a trace, and all experts of a layer are one case."""
+    found = list(names)
+    expert = {name: int(at[1]) for name in found if (at := re.search(r"\.experts\.(\d+)\.", name))}
+    last = max(expert.values(), default=0)
+    return [name for name in found if expert.get(name, 0) in (0, last)]
+
+
 def _refused_without(destination: VllmDestination, tensors: Tensors) -> tuple[set[str], set[str]]:
     from rlrefit.integration.errors import PlanError
 
     refused, taken = set(), set()
-    for name in [name for name in tensors if ".layers.0." in name or ".layers." not in name]:
+    names = (name for name in tensors if ".layers.0." in name or ".layers." not in name)
+    for name in left_out_in_turn(names):
         try:
             destination.routes(manifest_of({n: tensor for n, tensor in tensors.items() if n != name}))
             taken.add(name)
