@@ -119,7 +119,7 @@ CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for la
 # Each family, each of its mixtures in one layout that cuts experts, and each size and kind of a layout at least once.
 _COVERING: dict[str, tuple[Layout, ...]] = {
     "qwen2": (_UNEVEN,),
-    "qwen3": (_CUSTOM,),
+    "qwen3": (_CUSTOM, _PP_DDP),
     "qwen3-tied": (_TP2_PP2,),
     "llama": (_CP_PP,),
     "mistral": (_VPP,),
