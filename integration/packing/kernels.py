@@ -128,13 +128,13 @@ def largest_magnitudes(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     NESTED: tl.constexpr,
-    count,
+    COUNT: tl.constexpr,
 ):
     """The largest magnitude of side a of each row into ``out[slot]``, as the bits of FP32, of which NaN's are the largest.
 
-    As in :func:`cast_segments`, all counts in elements. ``count`` tiles, however many programs there are.
+    As in :func:`cast_segments`, all counts in elements. ``COUNT`` tiles, however many programs there are.
     """
-    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), COUNT, tl.num_programs(0)):
         a, _, offset_a, _, mask, slot = _place(tile, tiles, rows, COLUMNS, TILE, NESTED)
         source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
         lane = tl.arange(0, LANES)[None, :]
