@@ -29,7 +29,7 @@ patches nothing: it starts a thread.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -278,31 +278,27 @@ def _pause_by_outputs() -> None:
     @functools.wraps(original)
     async def pause_generation(llm: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_ours(llm.vllm_config):
-            return await original(llm, *args, **kwargs)
-        paused = asyncio.Event()
+            await original(llm, *args, **kwargs)
+            return
 
         async def pause_scheduler(*of_core: Any, **named: Any) -> None:
             await llm.engine_core.pause_scheduler_async(*of_core, **named)
-            paused.set()
+            await EngineCores(llm).outputs_processed()
+            raise _Paused
 
         core = _Instead(llm.engine_core, pause_scheduler_async=pause_scheduler)
-        pausing = asyncio.ensure_future(original(_Instead(llm, engine_core=core), *args, **kwargs))
-        waiting = asyncio.ensure_future(paused.wait())
-        try:
-            await asyncio.wait({pausing, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if not paused.is_set():
-                return await pausing  # which failed
-            await EngineCores(llm).outputs_processed()
-        finally:
-            # Nothing of it is left but to sleep.
-            pausing.cancel()
-            waiting.cancel()
+        with contextlib.suppress(_Paused):
+            await original(_Instead(llm, engine_core=core), *args, **kwargs)
 
     _patch(AsyncLLM, "pause_generation", pause_generation)
 
 
 def _ends_with_sleep(function: Callable[..., Any]) -> bool:
     return inspect.getsource(function).rstrip().rpartition("\n")[2].strip().startswith("await asyncio.sleep(")
+
+
+class _Paused(Exception):
+    """Nothing of vLLM's own pause is left but to sleep."""
 
 
 class _Instead:
