@@ -410,7 +410,7 @@ class RefitSession:
                     destination.finish(version)
         with clock.waiting():
             self._await_device()
-        void = moved.void or (self.world.is_source and not self.engine.weights_held())
+        void = (self.world.is_source and not self.engine.weights_held()) or moved.void
         if not self.world.is_source and not void:
             try:
                 self.engine.require_finite()

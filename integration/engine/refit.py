@@ -387,7 +387,6 @@ class RefitEngine:
         Raises:
             RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
         """
-        self._told = None
         prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint))
         if self._waits_on_host and not prepares_alone(self._endpoint):
             self._ask = self._thread.run(prepare, "export")

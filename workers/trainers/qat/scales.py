@@ -114,7 +114,9 @@ class WeightScales:
             RefitError: on all ranks, if a weight holds NaN or infinity, or this rank or another one can't tell.
         """
         self.now_stale("the last refresh() failed")
-        self._take(_maximum_over(self._group, len(self.names), self._local, _COMPUTING))
+        self._take(
+            _maximum_over(self._group, len(self.names), lambda: self._local(self._prepared()), _COMPUTING)
+        )
 
     def refresh_for_export(
         self, inputs: InputScales | None, source: WeightSource | None = None, ahead: bool = False
@@ -137,10 +139,11 @@ class WeightScales:
         """
         count = len(self.names)
         self._hear()
-        seen = self._seen if ahead and not self._stale and not self._written(self._held.counters()) else None
+        seen = self._seen if ahead and not self._stale and not self._written(self._held.counters) else None
 
         def work() -> torch.Tensor:
-            found = self._local(source) if seen is None else self._prepared(source, seen)
+            ready = self._prepared(source)
+            found = self._local(ready) if seen is None else seen
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
@@ -154,7 +157,7 @@ class WeightScales:
         self._take(shared[:count])
         if inputs is not None:
             inputs.take(shared[count:])
-        return None if seen is None else partial(self._still, seen, source)
+        return None if seen is None else partial(self._still, seen, source or self._source)
 
     def _take(self, amax: torch.Tensor) -> None:
         """Let the weights' largest magnitudes over all ranks be the scales from now on."""
@@ -204,20 +207,18 @@ class WeightScales:
             )
         return nvfp4.global_scale(self._amax[positions].to(dtype))
 
-    def _local(self, source: WeightSource | None = None) -> torch.Tensor:
-        """The largest magnitudes of what this rank holds, through another source of the same parameters or the own one."""
+    def _prepared(self, source: WeightSource | None = None) -> WeightSource:
+        """Another source of the same parameters, or the own one, that has been prepared."""
         if source is None:
             source = self._source = self._source or self._make_source()
         source.prepare()
+        return source
+
+    def _local(self, source: WeightSource) -> torch.Tensor:
+        """The largest magnitudes of what this rank holds, through a source that has been prepared."""
         self._versions = self._look_at(source)
         self._seen, self._told = self._largest(), None
         return self._seen
-
-    def _prepared(self, source: WeightSource | None, seen: torch.Tensor) -> torch.Tensor:
-        """What was seen, of a source that is prepared again."""
-        assert source is not None, "an export names its source"
-        source.prepare()
-        return seen
 
     def _still(self, seen: torch.Tensor, source: WeightSource) -> torch.Tensor:
         """Whether the largest magnitudes of what this rank holds are what they were; the next use fails, or finds them out anew, if not."""
@@ -235,11 +236,11 @@ class WeightScales:
         """Hold the views of ``source``; returns the versions of what counts them."""
         if (storage := source.storage_key()) != self._storage:
             self._held, self._storage = _Held(self._views(source), source.device), storage
-        return {one: counter._version for one, counter in self._held.counters().items()}
+        return {one: counter._version for one, counter in self._held.counters.items()}
 
     def _written(self, counters: Collection[int]) -> bool:
         """Whether something was written in place since the refresh, of what counts that."""
-        held = self._held.counters()
+        held = self._held.counters
         return any(held[one]._version != self._versions.get(one) for one in counters)
 
     def _largest(self) -> torch.Tensor:
@@ -284,6 +285,9 @@ class _Held:
     Args:
         views: of parameters, by the position of their scale.
         device: on which largest magnitudes are gathered.
+
+    Attributes:
+        counters: what counts the versions of the views, by its identity.
     """
 
     def __init__(self, views: Mapping[int, Sequence[torch.Tensor]], device: torch.device) -> None:
@@ -293,15 +297,11 @@ class _Held:
         )
         self._by_position = views
         # Experts are parts of few parameters.
-        self._counters = {id(base): base for base in map(_base, self.views)}
+        self.counters = {id(base): base for base in map(_base, self.views)}
         self._of: dict[tuple[int, ...], frozenset[int]] = {}
 
-    def counters(self) -> Mapping[int, torch.Tensor]:
-        """What counts the versions of the views, by its identity."""
-        return self._counters
-
     def behind(self, positions: tuple[int, ...]) -> Collection[int]:
-        """Of :meth:`counters`, those of the views of these scales."""
+        """Of :attr:`counters`, those of the views of these scales."""
         if positions not in self._of:
             found = (view for at in positions for view in self._by_position.get(at, ()))
             self._of[positions] = frozenset(id(_base(view)) for view in found)
