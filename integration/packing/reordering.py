@@ -28,9 +28,8 @@ _ASIDE_TILE = 1024
 _WORDS = 1024
 _LOOKED_AT = 16384
 _WARPS = 4
-# Tiles that one program makes of quads, and its warps.
+# Tiles that one program makes of quads.
 _QUAD_TILES = 16
-_QUAD_WARPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +198,10 @@ class DeviceReordering:
         """Of jobs of one kind, with what is before each of them in the memory aside."""
         from .reordering_kernels import put_in_order, put_quads_in_order
 
-        kernel, warps = put_in_order, _WARPS
-        tiles = max(1, _WORDS // kind.words)
+        kernel, tiles = put_in_order, max(1, _WORDS // kind.words)
         constants: tuple[Any, ...] = (kind.bits, kind.words, tiles, kind.mapped, kind.paired)
         if kind.lanes:
-            kernel, warps, tiles = put_quads_in_order, _QUAD_WARPS, _QUAD_TILES
+            kernel, tiles = put_quads_in_order, _QUAD_TILES
             constants = kind.words // 4, kind.lanes, tiles
         rows, counts = [], []
         for job, offset in found:
@@ -223,7 +221,7 @@ class DeviceReordering:
                 )
             )
             counts.append(down * -(-across // tiles))
-        return Launch(kernel, warps, _table(rows, counts), constants, self._device, like)
+        return Launch(kernel, _WARPS, _table(rows, counts), constants, self._device, like)
 
     def _on_device(self, numbers: tuple[int, ...]) -> int:
         """The address of these numbers, int32."""

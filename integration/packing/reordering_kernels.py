@@ -25,6 +25,22 @@ def set_aside(tiles, rows, aside, TILE: tl.constexpr):
 
 
 @triton.jit
+def _part(tiles, rows, TILES: tl.constexpr):
+    """What this program makes: the matrix's row of the table, its columns, tiles in a row of them, a tile's rows and columns, the row of
+    tiles, and the first of up to ``TILES`` in it."""
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
+    columns = tl.load(row + 2).to(tl.int32)
+    across = tl.load(row + 3).to(tl.int32)
+    height = tl.load(row + 4).to(tl.int32)
+    width = tl.load(row + 5).to(tl.int32)
+    chunks = (across + TILES - 1) // TILES
+    local = pid - tl.load(row + 10).to(tl.int32)
+    down = local // chunks
+    return row, columns, across, height, width, down, (local - down * chunks) * TILES
+
+
+@triton.jit
 def put_in_order(
     tiles,
     rows,
@@ -44,16 +60,8 @@ def put_in_order(
     of the rows' starts, of the columns', and of each place's row and column, and the slot. With ``PAIRED`` the two elements of a byte
     lie four places apart in one word, the low one first: half as many reads.
     """
-    pid = tl.program_id(0)
-    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
-    columns = tl.load(row + 2).to(tl.int32)
-    across = tl.load(row + 3).to(tl.int32)
-    height = tl.load(row + 4).to(tl.int32)
-    width = tl.load(row + 5).to(tl.int32)
-    chunks = (across + TILES - 1) // TILES
-    local = pid - tl.load(row + 10).to(tl.int32)
-    down = local // chunks
-    over = (local - down * chunks) * TILES + tl.arange(0, TILES)
+    row, columns, across, height, width, down, begin = _part(tiles, rows, TILES)
+    over = begin + tl.arange(0, TILES)
     mask = over < across
     row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))
     column_starts = tl.load(row + 7).to(tl.pointer_type(tl.int32))
@@ -102,16 +110,7 @@ def put_quads_in_order(
     ``LANES`` quads lie side by side, first their words of byte 0, then those of byte 1, and so on. In a row there are the addresses
     of the quads' loaded words, a row and a word in it, instead of those of the places; the slot is of no use.
     """
-    pid = tl.program_id(0)
-    row = rows + tl.load(tiles + pid).to(tl.int64) * 11
-    columns = tl.load(row + 2).to(tl.int32)
-    across = tl.load(row + 3).to(tl.int32)
-    height = tl.load(row + 4).to(tl.int32)
-    width = tl.load(row + 5).to(tl.int32)
-    chunks = (across + TILES - 1) // TILES
-    local = pid - tl.load(row + 10).to(tl.int32)
-    down = local // chunks
-    first = (local - down * chunks) * TILES
+    row, columns, across, height, width, down, first = _part(tiles, rows, TILES)
     # In one dimension, so that the threads of a warp read the same row of neighbouring tiles, whose words lie near each other.
     lane = tl.arange(0, QUADS * TILES)
     over = first + lane % TILES
