@@ -14,13 +14,15 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 Work = Callable[[Path], Any]
 
@@ -40,6 +42,11 @@ def of_all_tests[W: Callable[..., Any]](work: W) -> W:
     """Mark a work that only tests of its module which are marked ``full`` ask for."""
     work.of_all_tests = True  # type: ignore[attr-defined]
     return work
+
+
+def left_to_all(cases: Iterable[str], those: Container[str]) -> list[Any]:
+    """Parameters of a test, which ``make test`` leaves out for ``those`` of the cases."""
+    return [pytest.param(case, marks=pytest.mark.full) if case in those else case for case in cases]
 
 
 def lasting[W: Callable[..., Any]](longest_s: float) -> Callable[[W], W]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 
 from .models import KINDS, make_model
 from .ranks import Layout
@@ -80,7 +80,7 @@ def _run(folder: Path, names: Sequence[str]) -> Reports:
 AHEAD = (run_all_cases, run_cases_alone)
 
 
-_ALL = [pytest.param(name, marks=pytest.mark.full) if name in ALONE else name for name in CASES]
+_ALL = left_to_all(CASES, ALONE)
 
 
 @pytest.mark.parametrize("name", _ALL)

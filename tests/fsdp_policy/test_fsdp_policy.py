@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlrefit.workers.trainers.qat.config import QATConfig
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.policy_scenes import LENGTHS, ROUTED_IN_FLOAT32, assert_reference_stays, assert_resumed
 from tests.spawn import PATIENT_S, run_ranks
 
@@ -46,10 +46,6 @@ RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
 }
 # Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``).
 _MORE = {"FSDP4", ROUTED_IN_FLOAT32}
-
-
-def _marked(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def whole(usual: World, found_ahead: FoundAhead) -> World:
 close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", _marked(TRAINED))
+@pytest.mark.parametrize("case", left_to_all(TRAINED, _MORE))
 def test_log_probabilities_and_steps_are_those_of_one_process_with_the_whole_model(
     world: World, case: str
 ) -> None:
@@ -185,7 +181,7 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
         assert_reference_stays(report)
 
 
-@pytest.mark.parametrize("case", _marked(RESUMED))
+@pytest.mark.parametrize("case", left_to_all(RESUMED, _MORE))
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:

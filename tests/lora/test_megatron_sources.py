@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlrefit.workers.lora import SETTINGS_NAME
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.cases import WORLD, Layout
 from tests.families.checkpoints import write_checkpoint
 from tests.spawn import run_ranks
@@ -68,7 +68,7 @@ def _examine(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
 
 
 AHEAD = (examine_adapters, examine_alone)
-_ALL = [pytest.param(name, marks=pytest.mark.full) if name == ALONE else name for name in CASES]
+_ALL = left_to_all(CASES, (ALONE,))
 
 
 def _found(name: str, found_ahead: FoundAhead) -> dict[str, Any]:

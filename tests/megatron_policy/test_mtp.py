@@ -12,7 +12,7 @@ import torch
 from mtp_ranks import STEPS, two_ranks
 from safetensors.torch import load_file, save_file
 
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.checkpoints import add_qwens_prediction_layer, write_checkpoint
 from tests.families.expected import MISC, is_of
 from tests.spawn import PATIENT_S, run_ranks
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # Left to make test-all: every family is built at TP2, and the policy's own tests train at it.
 _MORE = {"TP2"}
-_LAYOUTS = [pytest.param(name, marks=pytest.mark.full) if name in _MORE else name for name in LAYOUTS]
+_LAYOUTS = left_to_all(LAYOUTS, _MORE)
 
 
 def _without(path: str, folder: Path, part: str) -> str:

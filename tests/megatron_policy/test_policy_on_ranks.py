@@ -21,7 +21,7 @@ from rlrefit.recipes.tiny.checkpoints import resolve_model_path
 from rlrefit.recipes.tiny.make_tokenizer import PAD, vocabulary
 from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
 from rlrefit.workers.trainers.qat.config import QATConfig
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.policy_scenes import (
     LENGTHS,
     assert_reference_stays,
@@ -105,7 +105,7 @@ _MORE = {
 
 
 def _marked(cases: Iterable[str], of: str) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE[of] else case for case in cases]
+    return left_to_all(cases, _MORE[of])
 
 
 @dataclass(frozen=True)

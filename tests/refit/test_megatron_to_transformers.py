@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 
 from .models import make_model
 from .worlds import Scenario, epochs, run_scenarios
@@ -61,7 +61,7 @@ def _run(folder: Path, names: Sequence[str]) -> Reports:
 AHEAD = (ask_all_cases, ask_cases_alone)
 
 
-_ALL = [pytest.param(name, marks=pytest.mark.full) if name in ALONE else name for name in CASES]
+_ALL = left_to_all(CASES, ALONE)
 
 
 @pytest.mark.parametrize("case", _ALL)

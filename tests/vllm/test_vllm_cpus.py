@@ -19,7 +19,7 @@ from vllm_cpu_ranks import RANKS, Found, refit_by_a_loader_of_its_own, refit_exp
 from vllm_ranks import Case, Layout
 
 from tests import vllm_cpu
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.checkpoints import write_pair
 from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
@@ -105,9 +105,7 @@ def refit_on(cpus: Sequence[str], cases: Sequence[Case], own_loader: Case) -> di
 AHEAD = (refit_on_each_cpu, refit_on_others)
 
 
-@pytest.fixture(
-    params=[pytest.param(cpu, marks=pytest.mark.full) if cpu in OTHERS else cpu for cpu in vllm_cpu.CPUS]
-)
+@pytest.fixture(params=left_to_all(vllm_cpu.CPUS, OTHERS))
 def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, OfCpu]:
     """The CPU, and what was seen on it."""
     work = refit_on_others if request.param in OTHERS else refit_on_each_cpu

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_under_verl, write_case
 
 from examples.verl.on_cpus import named_vllm
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -29,12 +27,8 @@ VERL = {"dense, rearranged, under verl": {"rearranged": True}, "experts, under v
 _MORE = {"dense", "dense, rearranged, under verl"}
 
 
-def _marked(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
-
-
-ALL = _marked([*CASES, *VERL])
-IN_PLACE = _marked(["dense", "experts", "experts in parallel", "experts, under verl"])
+ALL = left_to_all([*CASES, *VERL], _MORE)
+IN_PLACE = left_to_all(["dense", "experts", "experts in parallel", "experts, under verl"], _MORE)
 LAYER = "model.layers.0"
 Results = dict[str, list[Fp8Result]]
 
@@ -136,7 +130,7 @@ def test_what_may_be_processed_after_loading_takes_the_misc_path_with_all_codes_
     assert results[case][0].routes["nccl_xfer"]["misc"] == 2 * len(quantized)
 
 
-@pytest.mark.parametrize("case", _marked(["dense", "experts", "experts in parallel"]))
+@pytest.mark.parametrize("case", left_to_all(["dense", "experts", "experts in parallel"], _MORE))
 def test_the_engine_names_what_it_holds_quantized_and_each_rank_its_own_experts(results: Results, case: str):
     attention = {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo"}
     parts = ("gate", "up", "down")

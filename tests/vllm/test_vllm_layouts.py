@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
-from tests.ahead import FoundAhead, of_all_tests
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import PATIENT_S, run_ranks
@@ -111,10 +110,6 @@ class Results(dict[str, list[RankResult]]):
         return found
 
 
-def _marked(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.full) if case in _MORE else case for case in cases]
-
-
 def in_layouts(folder: Path, *, more: bool) -> dict[str, Case]:
     """A case of each of them, or of those that are left to make test-all."""
     pairs: dict[str, tuple[str, str]] = {}
@@ -187,7 +182,7 @@ def ranks(case: str, request: pytest.FixtureRequest) -> list[RankResult]:
     return found[case]
 
 
-@pytest.mark.parametrize("case", [*_marked(LAYOUTS), *_OF_FAMILIES])
+@pytest.mark.parametrize("case", [*left_to_all(LAYOUTS, _MORE), *_OF_FAMILIES])
 def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(
     ranks: list[RankResult], case: str
 ):
@@ -223,7 +218,7 @@ def test_every_family_of_the_table_is_refitted_here():
 @pytest.mark.parametrize(
     "case",
     [
-        *_marked(["tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"]),
+        *left_to_all(["tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"], _MORE),
         *("dense by transformers TP2", "dense with room in host memory"),
     ],
 )
@@ -292,7 +287,7 @@ def test_what_comes_in_part_or_twice_is_an_error_and_the_old_weights_stay(
         assert differing == []
 
 
-@pytest.mark.parametrize("case", _marked(["fp8", "quantized online", "fp8 TP2"]))
+@pytest.mark.parametrize("case", left_to_all(["fp8", "quantized online", "fp8 TP2"], _MORE))
 def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(
     results: Results, ranks: list[RankResult], case: str
 ):
@@ -306,7 +301,7 @@ def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(
     assert all(rank.processed == [set(), set()] for rank in results["dense TP2"])
 
 
-@pytest.mark.parametrize("case", _marked(LAYOUTS))
+@pytest.mark.parametrize("case", left_to_all(LAYOUTS, _MORE))
 def test_a_manifest_without_any_one_tensor_is_refused_by_the_ranks_that_want_it(
     ranks: list[RankResult], case: str
 ):
