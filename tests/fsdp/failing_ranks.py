@@ -129,6 +129,8 @@ def run(rank: int) -> dict[str, Ended]:
         following = _ended(_again, rank, 2 * epoch + 1, source, destination, state, first + 1)
         right = state.dirty or _holds(destination, state.version)
         ends[name] = Ended(error, seconds, clean, held, following, right)
+    # The rendezvous ends with rank 0's process, and who comes late is still to be told by it.
+    dist.barrier()
     return ends
 
 
