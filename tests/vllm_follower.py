@@ -65,8 +65,8 @@ def met(trainer: SourceRefitMixin, folder: Path, engine_ranks: int, epoch: int =
     trainer.close_refit()
 
 
-def six_tokens(**more: Any) -> Any:
-    """Parameters of a request that takes the likeliest tokens and ends at no other place."""
+def likeliest(tokens: int = 6, **more: Any) -> Any:
+    """Parameters of a request that takes so many of the likeliest tokens, and ends at no other place."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, **more)
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)

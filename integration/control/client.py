@@ -48,6 +48,9 @@ _READ = 1 << 18
 _LONGEST_S = 2e6
 # Seconds beyond a wait that the server may take to answer that it ran out.
 _GRACE_S = 5.0
+# What a rank tells as it ends, and the seconds for which it lets another thread's request end first.
+_LAST = (Op.ABORT, Op.LEAVE)
+_ELSEWHERE_S = 0.5
 # Bytes of an answer: the table of all values, and what comes with it.
 _MOST_ANSWER = MAX_ANSWER + (16 << 20)
 
@@ -79,7 +82,8 @@ class Connection:
 
     When a wait runs out, the server answers so. A server that does not answer at all (its host is frozen) gets the wait and a
     few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts, or signals
-    interrupt the wait. A signal's handler that runs within a request may give up or leave; what else it asks for is refused.
+    interrupt the wait. A signal's handler that runs within a request may give up or leave, as another thread may; what else the handler
+    asks for is refused.
 
     Attributes:
         address: this host's own, on its way to the rendezvous.
@@ -156,38 +160,48 @@ class Connection:
             )
         if limit_s is None:
             limit_s = wait_s + min(_GRACE_S, max(2.0, self._timeout_s / 2)) if wait_s else self._timeout_s
-        with self._lock:
-            if self._broken:
-                self._lost(stage, self._broken)
-            if self._unanswered:
-                return self._tell(op, body, stage)
-            self._unanswered = 1
-            try:
-                self._deadline = time.monotonic() + limit_s
-                if limit_s != self._set_limit_s:
-                    self._limit(limit_s)
-                self._send(self._ours.frame(body))
-                # Rank 0 shares the interpreter with the server, which could not run meanwhile.
-                if op is Op.MEET and self._rank:
-                    self._look_for_answer()
-                status, answer = unpack_body(self._receive_frame())
-                self._unanswered -= 1
-                return Status(status), answer
-            except TimeoutError:
-                self._break(
-                    f"it did not answer within {limit_s:.1f} s; its host may be frozen, or its network gone"
-                )
-                self._lost(stage, self._broken)
-            except (OSError, EOFError) as error:
-                self._break(f"the connection ended: {str(error) or 'closed by the other side'}")
-                self._lost(stage, self._broken)
-            except ValueError as error:
-                self._break(f"a message was refused: {error}")
-                self._lost(stage, self._broken)
+        # Another thread's request may wait for ranks that wait for this one to end.
+        if not self._lock.acquire(timeout=_ELSEWHERE_S if op in _LAST else -1):
+            return self._tell(op, body, stage)
+        try:
+            return self._exchange(op, body, stage, limit_s)
+        finally:
+            self._lock.release()
+
+    def _exchange(self, op: Op, body: Body, stage: str, limit_s: float) -> tuple[Status, list[bytes]]:
+        """Send ``body`` and read the answer, by the one thread that does; errors as of :meth:`request`."""
+        if self._broken:
+            self._lost(stage, self._broken)
+        if self._unanswered:
+            return self._tell(op, body, stage)
+        self._unanswered = 1
+        try:
+            self._deadline = time.monotonic() + limit_s
+            if limit_s != self._set_limit_s:
+                self._limit(limit_s)
+            self._send(self._ours.frame(body))
+            # Rank 0 shares the interpreter with the server, which could not run meanwhile.
+            if op is Op.MEET and self._rank:
+                self._look_for_answer()
+            status, answer = unpack_body(self._receive_frame())
+            self._unanswered -= 1
+            return Status(status), answer
+        except TimeoutError:
+            self._break(
+                f"it did not answer within {limit_s:.1f} s; its host may be frozen, or its network gone"
+            )
+            self._lost(stage, self._broken)
+        except (OSError, EOFError) as error:
+            self._break(f"the connection ended: {str(error) or 'closed by the other side'}")
+            self._lost(stage, self._broken)
+        except ValueError as error:
+            self._break(f"a message was refused: {error}")
+            self._lost(stage, self._broken)
 
     def _tell(self, op: Op, body: Body, stage: str) -> tuple[Status, list[bytes]]:
-        """Send ``body`` without reading the answer: after an interrupt, what comes may be the answer to the earlier request."""
-        if op not in (Op.ABORT, Op.LEAVE):
+        """Send ``body`` without reading the answer: after an interrupt, and in another thread, what comes may be the answer to the earlier
+        request."""
+        if op not in _LAST:
             self._lost(stage, "an earlier request was interrupted, and what comes may be its answer")
         self._unanswered += 1
         try:

@@ -22,7 +22,7 @@ from rlrefit.workers.trainers.megatron.model import Lora, MegatronLayout, build_
 from tests.ahead import FoundAhead
 from tests.meeting import meeting_in, wait_for
 from tests.vllm.vllm_checkpoints import dense_config, write_checkpoint
-from tests.vllm_follower import CONFIG, ENGINE, follow, joined, met, six_tokens
+from tests.vllm_follower import CONFIG, ENGINE, follow, joined, likeliest, met
 
 from .ranks import VERSIONS
 
@@ -67,7 +67,7 @@ def serve(folder: Path) -> Served:
         **ENGINE,
     )
     driver = VllmDriver(llm)
-    parameters = six_tokens(logprobs=0)
+    parameters = likeliest(logprobs=0)
     versions: list[list[int]] = []
     cached: list[int] = []
 

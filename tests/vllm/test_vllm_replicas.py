@@ -22,7 +22,7 @@ from rlrefit.integration.records.record import RefitRecord
 from tests.ahead import FoundAhead
 from tests.meeting import meeting_in
 from tests.stages.pool import TrainersElsewhere
-from tests.vllm_follower import CONFIG, ENGINE, follow, joined, six_tokens
+from tests.vllm_follower import CONFIG, ENGINE, follow, joined, likeliest
 from tests.vllm_processes import vllm_processes
 
 REPLICAS = 2
@@ -82,9 +82,9 @@ async def _serve(folder: Path) -> Served:
     ranks: list[list[int]] = []
     requests = itertools.count()
 
-    async def ask(index: int) -> Answer:
+    async def ask(index: int, tokens: int = 6) -> Answer:
         prompt: Any = {"prompt_token_ids": PROMPTS[index]}
-        async for found in driver.generate(prompt, six_tokens(), f"request {next(requests)}"):
+        async for found in driver.generate(prompt, likeliest(tokens), f"request {next(requests)}"):
             last = found
         return list(last.output.outputs[0].token_ids), list(last.versions[0])
 
@@ -112,7 +112,7 @@ async def _serve(folder: Path) -> Served:
         AwaitedVllmSleeper([driver]), TrainersElsewhere(), refit, on_stage=stages.append
     )
     for version in range(len(SENT) - TURNS, len(SENT)):
-        running = asyncio.create_task(ask(0))
+        running = asyncio.create_task(ask(0, 200))
         while not driver.busy:
             await asyncio.sleep(0)
         with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
