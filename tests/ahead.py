@@ -68,8 +68,8 @@ class FoundAhead:
 
     ``modules`` tells of each whether there are tests of it that are marked ``full``.
 
-    One process does them in the order of the modules. A second one takes those that have not begun, the last ones first: from the
-    start what may take its time, for cores are idle where tests and works wait; and once a test has to wait, all that is left.
+    One process does them in the order of the modules, beside the tests. A second one takes those that have not begun, the last ones
+    first, once a test has to wait: before that it would compete with the tests, which alone leave cores idle at the end.
     """
 
     def __init__(self, modules: Mapping[ModuleType, bool], root: Path, longest_s: float = _LONGEST_S):
@@ -86,7 +86,6 @@ class FoundAhead:
         self._helped = False
         if self._left:
             self._lanes.submit(self._do_all, self._left.popleft)
-            self._lanes.submit(self._do_all, self._last_that_may_take_its_time)
 
     def by(self, work: Work) -> Any:
         """What a work returned; waits for it.
@@ -114,7 +113,7 @@ class FoundAhead:
             try:
                 work = take()
             except IndexError:
-                break  # the other process has begun the last one, or only such as keep time are left
+                break  # the other process has begun the last one
             folder = self._root / _name(work)
             try:
                 pool, leader = process = process or self._process()
@@ -130,14 +129,6 @@ class FoundAhead:
                     process = None
         if process is not None:
             process[0].shutdown()
-
-    def _last_that_may_take_its_time(self) -> Work:
-        for work in reversed([*self._left]):
-            if not hasattr(work, "keeps_time"):
-                with contextlib.suppress(ValueError):  # the other process has begun it
-                    self._left.remove(work)
-                    return work
-        raise IndexError
 
     def _told_late(self, folder: Path) -> WorkFailed | None:
         """The error of a work whose time was over."""

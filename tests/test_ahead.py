@@ -95,17 +95,6 @@ def test_what_is_not_begun_when_a_test_waits_is_begun_beside_and_no_nicer_where_
     found.close()
 
 
-def test_what_may_take_its_time_is_begun_beside_the_first_work_and_what_keeps_time_is_left(
-    tmp_path: Path,
-) -> None:
-    found = FoundAhead({module_with(start_and_wait, tell_niceness_in_time, tell_folder): False}, tmp_path)
-    while not (tmp_path / f"{__name__}.tell_folder").exists():
-        time.sleep(0.05)
-    assert found.by(tell_folder).is_dir()
-    assert not (tmp_path / f"{__name__}.tell_niceness_in_time").exists()
-    found.close()
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_work_of_full_tests_is_done_where_there_are_some(full: bool, tmp_path: Path) -> None:
     found = FoundAhead({module_with(tell_folder, tell_pid): full}, tmp_path)
