@@ -37,11 +37,13 @@ from ..transport.streams import working_on
 from ..weights.endpoints import (
     WeightDestination,
     WeightSource,
+    WorksOnPortions,
     gives_memory_back,
     holdings_of,
     prepare_ahead,
     prepares_alone,
     rewritten,
+    works_on_portions,
 )
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -265,8 +267,12 @@ class RefitEngine:
                 if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
                 source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
+                landed=cast(WorksOnPortions, self._endpoint).landed
+                if works_on_portions(self._endpoint)
+                else None,
                 as_planned=self._as_planned,
             )
+            self._expect()
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
@@ -370,6 +376,7 @@ class RefitEngine:
         )
         if self._bulk is not None:
             self._bulk.bind(fragments)
+            self._expect()
         if self._shared_scales is not None:
             self._shared_scales.bind(fragments)
         storage = self._storage_now()
@@ -380,6 +387,11 @@ class RefitEngine:
         if self.world.is_source or self._bulk is None:
             return 0
         return DENSE if moved else self._bulk.lost()
+
+    def _expect(self) -> None:
+        """Tell an engine that works on portions what lands when."""
+        if works_on_portions(self._endpoint):
+            cast(WorksOnPortions, self._endpoint).expect(self._open_bulk.portions)
 
     def prepare_source(self) -> None:
         """Trainer ranks: finish the weights, before any rank sends.

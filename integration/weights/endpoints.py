@@ -142,6 +142,29 @@ def prepare_ahead(source: WeightSource) -> Callable[[], torch.Tensor] | None:
 
 
 @runtime_checkable
+class WorksOnPortions(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if it can do some of its post-load work on weights that have
+    landed whole, while others are on their way."""
+
+    @property
+    def works_on_portions(self) -> bool:
+        """Whether there is such work; asked after :meth:`WeightDestination.fragments`."""
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """Called whenever weights are bound: by the name of a weight the portion of a refit with which the last of it lands. Names
+        that are not there land at the end of the refit, or are loaded."""
+
+    def landed(self, portion: int) -> None:
+        """A portion has landed whole. Not called in each refit, nor with each portion: :meth:`WeightDestination.finish` does the rest. What
+        has been done counts for nothing after :meth:`WeightDestination.abandon`."""
+
+
+def works_on_portions(endpoint: object) -> bool:
+    """As the endpoint says."""
+    return isinstance(endpoint, WorksOnPortions) and endpoint.works_on_portions
+
+
+@runtime_checkable
 class TellsWhatItRewrites(Protocol):
     """What a generation rank offers beside :class:`WeightDestination` if it may store codes and scales, and knows what becomes
     of them.

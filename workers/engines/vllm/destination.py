@@ -162,6 +162,29 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """
         self._agreed().misc.load(weights)
 
+    @property
+    def works_on_portions(self) -> bool:
+        """Whether there are packed layers that a kernel wants in an order of its own."""
+        return self._making is not None and self._making.orders
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.expect`; prepares what puts packed layers in order."""
+        if self._making is None:
+            return
+        last: dict[str, int | None] = {}
+        for name, landings in self._agreed().landings.items():
+            portion = portions.get(name)
+            for module in {_apart(landing.parameter)[0] for landing in landings}:
+                before = last.setdefault(module, portion)
+                last[module] = None if before is None or portion is None else max(before, portion)
+        self._making.expect({module: portion for module, portion in last.items() if portion is not None})
+
+    def landed(self, portion: int) -> None:
+        """Put the packed layers in order that have landed whole with a portion."""
+        assert self._making is not None, "it is told what to expect before"
+        with self._device, torch.no_grad():
+            self._making.put_in_order(portion)
+
     def abandon(self) -> None:
         """After a refit that failed between its first write and :meth:`finish`: undo what is half loaded.
 
@@ -170,6 +193,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """
         if self._routes is not None:
             self._routes.misc.abandon()
+        if self._making is not None:
+            self._making.abandon()
 
     @property
     def _model(self) -> nn.Module:
