@@ -270,6 +270,11 @@ class BulkPath:
         """As :attr:`~..transport.Transport.portions`."""
         return self._transport.portions
 
+    @property
+    def always_encodes(self) -> bool:
+        """Whether each refit encodes, on its sender, all that travels so: not where receivers do, and not where some refits are sparse."""
+        return self._deltas is None and self._transport.name != "pull"
+
     def moved(self) -> bool:
         """As :meth:`~..transport.Transport.moved`."""
         return self._transport.moved()

@@ -123,17 +123,25 @@ class PreparesAhead(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it can prepare by what it found out after the last step, and look at its
     weights once more as they are sent."""
 
-    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
+    def prepare_ahead(self) -> Look | None:
         """In place of :meth:`WeightSource.prepare`, and a collective where that is one.
 
         Returns:
-            What to call once, as this rank sends: it looks at the weights, and answers whether they still are those that were known,
-            bool ``[]`` on :attr:`WeightSource.device`. It waits for no other rank, nor for the device. If they are not, the next call
-            finds out anew, and all is sent again. None if it found out now.
+            What looks at the weights as this rank sends. If they are not those that were known, the next call finds out anew, and all
+            is sent again. None if it found out now.
         """
 
+    def encodes_all_of(self, names: frozenset[str]) -> None:
+        """Called whenever weights are bound: the names of fragments with an encoding of which each refit encodes, on this rank's device,
+        all that this rank holds. What encodes them looks at them, too (:class:`..quantize.jobs.GlobalScale`)."""
 
-def prepare_ahead(source: WeightSource) -> Callable[[], torch.Tensor] | None:
+
+# To be called once, as a rank sends; it waits for no other rank, nor for the device. Returns what to call once all has been sent, if it
+# has: whether the weights that were sent are those that were known.
+Look = Callable[[], Callable[[], bool]]
+
+
+def prepare_ahead(source: WeightSource) -> Look | None:
     """Prepare a source, ahead if it can: :meth:`PreparesAhead.prepare_ahead`."""
     if isinstance(source, PreparesAhead):
         return source.prepare_ahead()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ from ...integration.layout import Fragment
 from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import (
     HoldsQuantized,
+    Look,
+    PreparesAhead,
     StoresQuantized,
     WeightDestination,
     WeightSource,
@@ -182,9 +184,15 @@ class KvScaleSource:
     def prepare(self) -> None:
         self._weights.prepare()
 
-    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
+    def prepare_ahead(self) -> Look | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`."""
         return prepare_ahead(self._weights)
+
+    def encodes_all_of(self, names: frozenset[str]) -> None:
+        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.encodes_all_of`."""
+        weights: object = self._weights
+        if isinstance(weights, PreparesAhead):
+            weights.encodes_all_of(names)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         weights = [name for name in names if name not in self._values]

@@ -44,7 +44,7 @@ from .mxfp4 import check_experts
 from .mxfp8 import mxfp8_modules
 from .packed_layers import KernelState, PackedLayers
 from .packed_making import Making, PackedForm
-from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
+from .reload import DerivedState, ScopedReload, copied_sinks, follows, packing_attention, with_sinks
 
 # Of models that transformers computes and vLLM serves.
 _TRANSFORMERS = "vllm.model_executor.models.transformers"
@@ -99,6 +99,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
         self._kernel_state = KernelState(())
+        self._derived = DerivedState(model)
         self._made_at: Hashable = None
         super().__init__(device)
 
@@ -288,7 +289,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             if self._making is not None:
                 self._making.make()
             self._kernel_state.refresh()
-            refresh_derived_state(self._model, self._vllm_config.model_config.dtype)
+            self._derived.refresh(self._vllm_config.model_config.dtype)
         for reset in self._reset_caches:
             reset()
 
@@ -356,7 +357,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "attention_backend",
             stage="trace",
         )
-    copied_sinks(model)
+    copied_sinks(with_sinks(model))
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
