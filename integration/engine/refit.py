@@ -39,13 +39,12 @@ from ..weights.endpoints import (
     PreparesAhead,
     WeightDestination,
     WeightSource,
-    WorksOnPortions,
     gives_memory_back,
     holdings_of,
     prepare_ahead,
     prepares_alone,
     rewritten,
-    works_on_portions,
+    working_on_portions,
 )
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -254,6 +253,7 @@ class RefitEngine:
         """Make communicators and buffers."""
         device = self._endpoint.device
         fragments, self._initial = self._initial, []
+        engine = working_on_portions(self._endpoint)
         if not self.way.all_misc:
             self._bulk = BulkPath(
                 self.channel,
@@ -269,15 +269,13 @@ class RefitEngine:
                 if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
                 source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
-                landed=cast(WorksOnPortions, self._endpoint).landed
-                if works_on_portions(self._endpoint)
-                else None,
+                landed=None if engine is None else engine.landed,
                 as_planned=self._as_planned,
             )
-            self._expect(fragments)
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
+        self._expect(fragments)
         self._watch_scales(fragments)
         self._storage = self._storage_now()
         misc = self.manifest.specs("misc")
@@ -392,12 +390,12 @@ class RefitEngine:
 
     def _expect(self, fragments: Sequence[Fragment]) -> None:
         """Tell an engine that works on portions what lands when, and a trainer that prepares ahead what is encoded of what it holds."""
-        endpoint: object = self._endpoint
-        if works_on_portions(endpoint):
-            cast(WorksOnPortions, endpoint).expect(self._open_bulk.portions)
-        if isinstance(endpoint, PreparesAhead):
-            plan = self.plan if self._open_bulk.always_encodes else None
-            endpoint.encodes_all_of(_wholly_sent(fragments, plan) if isinstance(plan, Plan) else frozenset())
+        bulk, source = self._bulk, self._endpoint
+        if (engine := working_on_portions(self._endpoint)) is not None:
+            engine.expect({} if bulk is None else bulk.portions)
+        if isinstance(source, PreparesAhead):
+            plan = self.plan if bulk is not None and bulk.always_encodes else None
+            source.encodes_all_of(_wholly_sent(fragments, plan) if isinstance(plan, Plan) else frozenset())
 
     def prepare_source(self) -> None:
         """Trainer ranks: finish the weights, before any rank sends.

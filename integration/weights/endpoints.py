@@ -167,9 +167,9 @@ class WorksOnPortions(Protocol):
         has been done counts for nothing after :meth:`WeightDestination.abandon`."""
 
 
-def works_on_portions(endpoint: object) -> bool:
-    """As the endpoint says."""
-    return isinstance(endpoint, WorksOnPortions) and endpoint.works_on_portions
+def working_on_portions(endpoint: object) -> WorksOnPortions | None:
+    """The endpoint, if it has such work."""
+    return endpoint if isinstance(endpoint, WorksOnPortions) and endpoint.works_on_portions else None
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ from ...integration.weights.endpoints import (
     prepare_ahead,
     prepares_alone,
     rewritten,
+    working_on_portions,
     writes_by,
 )
 from ...integration.weights.manifest import TensorSpec
@@ -272,6 +273,18 @@ class KvScaleDestination:
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         return rewritten(self._weights, specs)
+
+    @property
+    def works_on_portions(self) -> bool:
+        return working_on_portions(self._weights) is not None
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        if (weights := working_on_portions(self._weights)) is not None:
+            weights.expect(portions)
+
+    def landed(self, portion: int) -> None:
+        if (weights := working_on_portions(self._weights)) is not None:
+            weights.landed(portion)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         if not isinstance(self._weights, StoresQuantized):
