@@ -52,6 +52,7 @@ class BulkPath:
         sleeps: bool | None = None,
         rewritten: Mapping[str, str] = MappingProxyType({}),
         source: WeightSource | None = None,
+        landed: Callable[[int], None] | None = None,
         as_planned: Callable[[Sequence[Fragment]], list[Fragment]] = list,
     ):
         """Open the chosen transport.
@@ -69,6 +70,8 @@ class BulkPath:
             rewritten: weights that this rank may change itself between two refits, with reasons
                 (:func:`..weights.endpoints.rewritten`).
             source: a trainer rank's weights.
+            landed: what an engine rank does with each portion that has landed, while others are on their way
+                (:class:`~..weights.endpoints.WorksOnPortions`); None if it waits for all.
             as_planned: its fragments as the plan's boxes see the weights.
 
         Raises:
@@ -86,6 +89,7 @@ class BulkPath:
             plan=plan,
             config=config,
             sleeps=sleeps,
+            landed=landed,
         )
         self._transport = self._make(self.name)
         self._choice = Choice(config.delta)
@@ -260,6 +264,16 @@ class BulkPath:
     def reason(self) -> str:
         """Why this transport, and how it serves."""
         return "; ".join(filter(None, (self._reason, self._transport.remark)))
+
+    @property
+    def portions(self) -> Mapping[str, int]:
+        """As :attr:`~..transport.Transport.portions`."""
+        return self._transport.portions
+
+    @property
+    def always_encodes(self) -> bool:
+        """Whether each refit encodes, on its sender, all that travels so: not where receivers do, and not where some refits are sparse."""
+        return self._deltas is None and self._transport.name != "pull"
 
     def moved(self) -> bool:
         """As :meth:`~..transport.Transport.moved`."""

@@ -27,7 +27,7 @@ from ..delta.blocks import MOST_ITEMSIZE
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
-from ..layout import Axes, Box, Fragment
+from ..layout import Axes, Box, Fragment, coverage_gap
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
 from ..records.clock import StageClock
@@ -35,6 +35,8 @@ from ..transport import ONE_SIDED, TransferResult, choose
 from ..transport.m2n import Carried, ReshardPlan, carry
 from ..transport.streams import working_on
 from ..weights.endpoints import (
+    Look,
+    PreparesAhead,
     WeightDestination,
     WeightSource,
     gives_memory_back,
@@ -42,6 +44,7 @@ from ..weights.endpoints import (
     prepare_ahead,
     prepares_alone,
     rewritten,
+    working_on_portions,
 )
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -140,9 +143,9 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
-        # With what to ask the source about its weights, and its answer; None if it was prepared by what they are.
-        self._ask: Callable[[], torch.Tensor] | None = None
-        self._told: torch.Tensor | None = None
+        # Of a source that was prepared by what its weights were, and what tells of the look whether they still are.
+        self._look: Look | None = None
+        self._answer: Callable[[], bool] | None = None
         # What a refit under way has not drawn yet of the export; None if there is none.
         self._undrawn: Iterator[tuple[str, torch.Tensor]] | None = None
         # Threads within a recorded step.
@@ -250,6 +253,7 @@ class RefitEngine:
         """Make communicators and buffers."""
         device = self._endpoint.device
         fragments, self._initial = self._initial, []
+        engine = working_on_portions(self._endpoint)
         if not self.way.all_misc:
             self._bulk = BulkPath(
                 self.channel,
@@ -265,11 +269,13 @@ class RefitEngine:
                 if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
                 source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
+                landed=None if engine is None else engine.landed,
                 as_planned=self._as_planned,
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
+        self._expect(fragments)
         self._watch_scales(fragments)
         self._storage = self._storage_now()
         misc = self.manifest.specs("misc")
@@ -370,6 +376,7 @@ class RefitEngine:
         )
         if self._bulk is not None:
             self._bulk.bind(fragments)
+            self._expect(fragments)
         if self._shared_scales is not None:
             self._shared_scales.bind(fragments)
         storage = self._storage_now()
@@ -381,6 +388,15 @@ class RefitEngine:
             return 0
         return DENSE if moved else self._bulk.lost()
 
+    def _expect(self, fragments: Sequence[Fragment]) -> None:
+        """Tell an engine that works on portions what lands when, and a trainer that prepares ahead what is encoded of what it holds."""
+        bulk, source = self._bulk, self._endpoint
+        if (engine := working_on_portions(self._endpoint)) is not None:
+            engine.expect({} if bulk is None else bulk.portions)
+        if isinstance(source, PreparesAhead):
+            plan = self.plan if bulk is not None and bulk.always_encodes else None
+            source.encodes_all_of(_wholly_sent(fragments, plan) if isinstance(plan, Plan) else frozenset())
+
     def prepare_source(self) -> None:
         """Trainer ranks: finish the weights, before any rank sends.
 
@@ -389,9 +405,9 @@ class RefitEngine:
         """
         prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint))
         if self._waits_on_host and not prepares_alone(self._endpoint):
-            self._ask = self._thread.run(prepare, "export")
+            self._look = self._thread.run(prepare, "export")
         else:
-            self._ask = prepare()
+            self._look = prepare()
 
     def send_weights(self, version: int, clock: StageClock) -> Moved:
         """Trainer ranks: send all weights once."""
@@ -405,9 +421,9 @@ class RefitEngine:
                     drawn = self._thread.draw(self._undrawn) if self._waits_on_host else self._undrawn
                     misc.send(drawn, clock)
                 self._undrawn = None
-            if self._ask is not None:
+            if self._look is not None:
                 with self._beside_bulk(), clock.stage("verify"):
-                    self._told = self._ask()
+                    self._answer = self._look()
 
         if self._shared_scales is not None:
             with clock.stage("export"):
@@ -421,8 +437,8 @@ class RefitEngine:
 
         What was sent is of no use to an engine if they were not.
         """
-        told, self._told = self._told, None
-        return told is None or bool(told)
+        answer, self._answer = self._answer, None
+        return answer is None or answer()
 
     def draw_rest(self, ended_by: int) -> None:
         """Trainer ranks, after a refit that failed: draw what is left of its export, so that none stays in a collective.
@@ -647,6 +663,18 @@ class RefitEngine:
             fragments, refused = cast(WeightSource, self._endpoint).fragments()
         most_itemsize = MOST_ITEMSIZE if self.config.delta != "off" else float("inf")
         return fragments, unlike_their_bytes(fragments, most_itemsize) | refused
+
+
+def _wholly_sent(fragments: Sequence[Fragment], plan: Plan) -> frozenset[str]:
+    """Names of what is encoded of a rank's fragments, if it sends all that it holds of it."""
+    sent: dict[str, set[Box]] = defaultdict(set)
+    for messages in plan.sends:
+        for message in messages:
+            for segment in message.segments:
+                sent[segment.name].add(segment.box)
+    encoded = [fragment for fragment in fragments if fragment.encoding is not None]
+    missing = {one.name for one in encoded if coverage_gap(one.box, sent[one.name]) is not None}
+    return frozenset(one.name for one in encoded) - missing
 
 
 def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -102,6 +102,7 @@ class Description:
         shared: by the peer: by the senders that write a receiver's memory, or by the receivers that read a sender's.
         pulls: why this rank reads its senders' memory, where they do not write its own; empty if they do.
         encodings: of what is encoded as it is read, as plain data.
+        works_on_portions: whether a receiver is to hear of each portion that has landed.
     """
 
     process: str
@@ -113,6 +114,7 @@ class Description:
     shared: Mapping[int, Shared] = field(default_factory=dict)
     pulls: str = ""
     encodings: tuple[object, ...] = ()
+    works_on_portions: bool = False
 
     @property
     def sleeps(self) -> bool:
@@ -149,6 +151,7 @@ class Description:
             "shared": shared,
             "pulls": self.pulls,
             "encodings": list(self.encodings),
+            "works_on_portions": self.works_on_portions,
         }
 
     @staticmethod
@@ -182,6 +185,7 @@ class Description:
             shared,
             told.pulls,
             tuple(told.encodings),
+            told.works_on_portions,
         )
 
     def same_places(self, other: Description) -> bool:
@@ -255,6 +259,7 @@ class _Told:
     shared: dict[int, _Columns]
     pulls: str
     encodings: list[object]
+    works_on_portions: bool
 
     def __post_init__(self) -> None:
         for text in (self.process, self.device, self.address, self.token):

@@ -25,9 +25,12 @@ class GlobalScale:
 
     Attributes:
         value: FP32 scalar, on the device that encodes.
+        found: int32 scalar there: whoever encodes with it raises it to the bits of the largest magnitude (FP32) among what is encoded,
+            of NaN if there is one. None if nobody asks for that.
     """
 
     value: torch.Tensor
+    found: torch.Tensor | None = None
 
 
 class BlockEncoding(PackedEncoding, Protocol):
@@ -137,8 +140,7 @@ class TorchEncoder:
             if codes is not None:
                 top, left = job.first
                 box = ((top, top + codes.shape[0]), (left, left + codes.shape[1]))
-            shared = () if job.global_scale is None else (job.global_scale.value,)
-            self._todo.append((WeakView(job.source), shared, codes, box, scales))
+            self._todo.append((WeakView(job.source), job.global_scale, codes, box, scales))
         self._encode = encode
         self.nbytes = sum(job.nbytes for job in jobs)
 
@@ -151,8 +153,13 @@ class TorchEncoder:
         with torch.no_grad():
             for source, shared, codes_target, box, scales_target in self._todo:
                 weight = source.view()
+                if shared is not None and shared.found is not None:
+                    # The bits of magnitudes have their order.
+                    largest = weight.abs().amax().float().view(torch.int32).to(shared.found.device)
+                    shared.found.copy_(torch.maximum(shared.found, largest))
                 # What lies in host memory is computed there, by a scale that ranks exchanged on their GPUs.
-                codes, scales = self._encode(weight, *(one.to(weight.device) for one in shared))
+                by = () if shared is None else (shared.value.to(weight.device),)
+                codes, scales = self._encode(weight, *by)
                 if codes_target is not None and box is not None:
                     origin = tuple((0, 0) for _ in box)
                     codes_target.copy_(codes[local_slice(origin, box)])

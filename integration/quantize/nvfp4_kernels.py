@@ -80,8 +80,8 @@ def quantize_nvfp4(
 ):
     """:func:`.nvfp4.quantize` of weights, with the same results.
 
-    A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`, with the address of the global scale as last column; no row cuts a
-    block. ``ROUND``: to BF16 first. With ``FLAT`` there is one row of weights. ``MOST``: the largest global scale below which nothing
+    A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`, with two last columns: the address of the global scale, and that of
+    an int32 which is raised to the bits of the largest magnitude, or 0. No row cuts a block. ``ROUND``: to BF16 first. With ``FLAT`` there is one row of weights. ``MOST``: the largest global scale below which nothing
     underflows, 0 to divide one by one.
     """
     row, weights, target, scales_at, height, width, number = read_row(
@@ -101,9 +101,16 @@ def quantize_nvfp4(
     c = over[:, None] * 16 + tl.arange(0, 16)[None, :]
     mask = inside[:, None] & (c >= 0)
     x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
-    g = tl.load(tl.load(row + (COLUMNS - 1)).to(tl.pointer_type(tl.float32)))
+    g = tl.load(tl.load(row + (COLUMNS - 2)).to(tl.pointer_type(tl.float32)))
+    noted_at = tl.load(row + (COLUMNS - 1))
     fast = (g >= LEAST) & (g <= MOST)
     amax = tl.reduce(tl.abs(x), 1, _larger)
+    if noted_at != 0:
+        noted = noted_at.to(tl.pointer_type(tl.int32))
+        # The bits of magnitudes have their order. Few programs find a larger one than those before them.
+        largest = tl.max(amax.to(tl.int32, bitcast=True))
+        if largest > tl.load(noted, cache_modifier=".cg"):
+            tl.atomic_max(noted, largest, sem="relaxed")
     finite = amax < float("inf")
     sixfold = 6.0 * g
     limit = 512.0 * sixfold

@@ -58,7 +58,7 @@ class Nvfp4Table(Launches):
             rounds = round_to_bf16 and dtype != torch.bfloat16
             most = _most(torch.bfloat16 if round_to_bf16 else dtype, device)
             constants = (
-                COLUMNS + 1,
+                COLUMNS + 2,
                 WORDS[str(dtype)],
                 _BLOCKS,
                 nvfp4.E4M3_TINIEST,
@@ -68,7 +68,7 @@ class Nvfp4Table(Launches):
                 most,
             )
             table = make_table(group, unit, _programs)
-            addresses = np.array([_scale_address(job) for job, *_ in group], dtype=np.int64)
+            addresses = np.array([_scalars(job) for job, *_ in group], dtype=np.int64)
             table = table._replace(rows=np.column_stack([table.rows, addresses]))
             launches.append(Launch(quantize_nvfp4, _WARPS, table, constants, device, ()))
         return Nvfp4Table(launches, nbytes)
@@ -78,10 +78,12 @@ def _programs(height: int, width: int) -> int:
     return -(-height * (width // BLOCK) // _BLOCKS)
 
 
-def _scale_address(job: QuantizeJob) -> int:
+def _scalars(job: QuantizeJob) -> tuple[int, int]:
+    """The addresses of the global scale, and of where the largest magnitude is noted, or 0."""
     if job.global_scale is None:
         raise ValueError("a part of a weight has no global scale, by which NVFP4 is made")
-    return job.global_scale.value.data_ptr()
+    found = job.global_scale.found
+    return job.global_scale.value.data_ptr(), 0 if found is None else found.data_ptr()
 
 
 def _in_one_row(found: Checked) -> Checked | None:

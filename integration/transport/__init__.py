@@ -71,11 +71,13 @@ def make_transport(
     config: RefitConfig,
     *,
     sleeps: bool | None = None,
+    landed: Callable[[int], None] | None = None,
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
     ``choice``: what its communicators are made of, if it has some. ``sleeps``: whether this rank frees the memory
-    of its parameters between refits, as engines with a sleep mode do; None if it does not say.
+    of its parameters between refits, as engines with a sleep mode do; None if it does not say. ``landed``: of an engine rank that works
+    on portions, as :class:`.ipc.IpcTransport` has it; other transports call it not.
 
     Raises:
         ValueError: no transport has that name.
@@ -113,6 +115,7 @@ def make_transport(
             pulls="policy.refit.transport asks for it" if pulls else "",
             # Where the network can join the ranks, auto goes by that.
             may_pull=config.transport != "auto" or choice.kind != "network",
+            landed=landed,
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         opened = group(1)

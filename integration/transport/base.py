@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,6 +60,12 @@ class Transport(ABC):
     def remark(self) -> str:
         """What is to be told of how it serves once it is connected; empty if nothing is."""
         return ""
+
+    @property
+    def portions(self) -> Mapping[str, int]:
+        """Once it is connected, of each weight that lands here the portion with which the last of it does: :meth:`run` calls a
+        receiver's ``landed`` with each. Nothing where it is not called."""
+        return {}
 
     @abstractmethod
     def bind(self, fragments: Sequence[Fragment]) -> None:

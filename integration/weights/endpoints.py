@@ -123,22 +123,53 @@ class PreparesAhead(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it can prepare by what it found out after the last step, and look at its
     weights once more as they are sent."""
 
-    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
+    def prepare_ahead(self) -> Look | None:
         """In place of :meth:`WeightSource.prepare`, and a collective where that is one.
 
         Returns:
-            What to call once, as this rank sends: it looks at the weights, and answers whether they still are those that were known,
-            bool ``[]`` on :attr:`WeightSource.device`. It waits for no other rank, nor for the device. If they are not, the next call
-            finds out anew, and all is sent again. None if it found out now.
+            What looks at the weights as this rank sends. If they are not those that were known, the next call finds out anew, and all
+            is sent again. None if it found out now.
         """
 
+    def encodes_all_of(self, names: frozenset[str]) -> None:
+        """Called whenever weights are bound: the names of fragments with an encoding of which each refit encodes, on this rank's device,
+        all that this rank holds. What encodes them looks at them, too (:class:`..quantize.jobs.GlobalScale`)."""
 
-def prepare_ahead(source: WeightSource) -> Callable[[], torch.Tensor] | None:
+
+# To be called once, as a rank sends; it waits for no other rank, nor for the device. Returns what to call once all has been sent, if it
+# has: whether the weights that were sent are those that were known.
+Look = Callable[[], Callable[[], bool]]
+
+
+def prepare_ahead(source: WeightSource) -> Look | None:
     """Prepare a source, ahead if it can: :meth:`PreparesAhead.prepare_ahead`."""
     if isinstance(source, PreparesAhead):
         return source.prepare_ahead()
     source.prepare()
     return None
+
+
+@runtime_checkable
+class WorksOnPortions(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if it can do some of its post-load work on weights that have
+    landed whole, while others are on their way."""
+
+    @property
+    def works_on_portions(self) -> bool:
+        """Whether there is such work; asked after :meth:`WeightDestination.fragments`."""
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """Called whenever weights are bound: by the name of a weight the portion of a refit with which the last of it lands. Names
+        that are not there land at the end of the refit, or are loaded."""
+
+    def landed(self, portion: int) -> None:
+        """A portion has landed whole. Not called in each refit, nor with each portion: :meth:`WeightDestination.finish` does the rest. What
+        has been done counts for nothing after :meth:`WeightDestination.abandon`."""
+
+
+def working_on_portions(endpoint: object) -> WorksOnPortions | None:
+    """The endpoint, if it has such work."""
+    return endpoint if isinstance(endpoint, WorksOnPortions) and endpoint.works_on_portions else None
 
 
 @runtime_checkable

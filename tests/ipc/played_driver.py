@@ -403,9 +403,9 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
             return _Sums(play, collapse((a, b, slot) for (a, b), slot in zip(packed, slots, strict=True)))
 
     def on_the_host(
-        pairs: Mapping[int, Sequence[BoundMessage]], verify: str, device: object, *, ahead: bool
+        pairs: Mapping[int, Sequence[BoundMessage]], verify: str, device: object, **options: bool
     ) -> MessageChecksums:
-        return MessageChecksums(pairs, verify, _CPU, ahead=ahead)
+        return MessageChecksums(pairs, verify, _CPU, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (memory, mapping, signals):

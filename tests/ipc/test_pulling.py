@@ -6,7 +6,7 @@ import ctypes
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +119,7 @@ class Ranks:
         timeout_s: float = 5.0,
         pulls: str = "",
         sleeps: bool | None = None,
+        landed: Callable[[int], None] | None = None,
     ):
         OPENED.append(self)
         self.driver, self.owners, self.trainers = driver, [*trainers, *engines], len(trainers)
@@ -136,6 +137,7 @@ class Ranks:
                     lambda rank: f"refit rank {rank}",
                     pulls=pulls if owner.rank >= self.trainers else "",
                     sleeps=sleeps,
+                    landed=landed if owner.rank >= self.trainers else None,
                 )
             )
 
@@ -267,7 +269,7 @@ def test_memory_of_cudamalloc_that_comes_back_where_it_was_keeps_the_receivers_t
         ranks.refit()
         require_equal(trainer, engine)
         opened.append(receiver.handles_opened())
-        tables.append(receiver._copies)
+        tables.append(receiver._launches[0][0])
         assert trainer.held.references == 1, "else the driver would keep what the trainer frees"
         trainer.comes_anew()
         if turn == 2:
@@ -400,7 +402,7 @@ def test_a_byte_that_changes_on_the_way_or_at_the_trainer_is_found(driver: Playe
     change(trainer, 1)
     ranks.refit()
     receiver = ranks.transports[1]
-    launch = receiver._copies.launch
+    launch = receiver._launches[0][0].launch
     damaged = engine if where == "the engine's" else trainer
 
     def launch_and_damage() -> None:
@@ -410,7 +412,7 @@ def test_a_byte_that_changes_on_the_way_or_at_the_trainer_is_found(driver: Playe
         if damaged is engine:
             engine.flip("b")
 
-    receiver._copies = SimpleNamespace(launch=launch_and_damage)  # type: ignore[assignment]
+    receiver._launches[0][0] = SimpleNamespace(launch=launch_and_damage)  # type: ignore[call-overload]
     with pytest.raises(VerificationError) as raised:
         ranks.refit()
     assert (raised.value.rank, raised.value.parameter) == (1, "a")  # the first of the message

@@ -18,6 +18,7 @@ from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport.ipc import transport as module
 from rlrefit.integration.transport.ipc import waits
+from rlrefit.integration.transport.ipc.signals import checksums_landed, data_landed, void
 from rlrefit.integration.transport.ipc.transport import IpcTransport
 from rlrefit.integration.transport.ipc.waits import Lease
 
@@ -65,7 +66,7 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
     parts: dict[str, Any] = {
         "_stream": SimpleNamespace(wait_stream=lambda caller: gpu.step("follow the caller")),
         "_ended": gpu.event("writes"),
-        "_copies": SimpleNamespace(launch=lambda: gpu.step("copy")),
+        "_launches": [[SimpleNamespace(launch=lambda: gpu.step("copy"))]],
         "_sent_checksums": SimpleNamespace(
             prepare=lambda refit: gpu.step("prepare"),
             compute=lambda refit: gpu.step("sum"),
@@ -73,14 +74,16 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
         ),
         "_checksum_copies": SimpleNamespace(launch=lambda: gpu.step("tell")),
         "_signal_addresses": [0],
-        "_encoders": [],
     }
     for name, part in parts.items():
         setattr(one, name, part)
     return one
 
 
-@pytest.mark.parametrize("fails_at", ["copy", "signal 1", "prepare", "sum", "tell", "signal 2", "misc"])
+LANDED, SUMS_LANDED, VOID = (f"signal {number(1)}" for number in (data_landed, checksums_landed, void))
+
+
+@pytest.mark.parametrize("fails_at", ["copy", LANDED, "prepare", "sum", "tell", SUMS_LANDED, "misc"])
 @pytest.mark.parametrize("error", [RuntimeError("no launch"), KeyboardInterrupt()])
 def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     gpu: Gpu, fails_at: str, error: BaseException
@@ -143,15 +146,15 @@ def test_a_sender_that_finds_its_weights_elsewhere_while_it_writes_says_that_it_
     one = sender(gpu)
     one._memory = SimpleNamespace(still_mapped=lambda: True)  # type: ignore[assignment]
     looks = iter([False, True])
-    for void, signals in ((False, ["signal 1", "signal 2"]), (True, ["signal 6"])):
+    for is_void, signals in ((False, [LANDED, SUMS_LANDED]), (True, [f"signal {void(2)}"])):
         assert one.check_during_run(lambda: gpu.step("look") or next(looks))
         one.synchronize()
         gpu.log.clear()
-        assert one.run(CLOCK, lambda: gpu.step("misc")).void is void
+        assert one.run(CLOCK, lambda: gpu.step("misc")).void is is_void
         # Bytes are on their way meanwhile, and the misc path sends the weights where they are now.
         assert gpu.log.index("copy") < gpu.log.index("look") < gpu.log.index("misc")
         assert [step for step in gpu.log if step.startswith("signal")] == signals
-        assert ("sum" in gpu.log) is not void
+        assert ("sum" in gpu.log) is not is_void
     # Where the memory may be gone, it has to look before it writes.
     one._memory = SimpleNamespace(still_mapped=lambda: False)  # type: ignore[assignment]
     assert not one.check_during_run(lambda: gpu.step("look") or True)

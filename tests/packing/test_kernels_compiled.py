@@ -121,7 +121,7 @@ def test_quads_are_read_in_words_and_written_16_bytes_at_a_time_without_spilling
 def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(
     source: Any, size: int, flat: bool, tmp_path: Path
 ) -> None:
-    constants = {"COLUMNS": 17, "WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4}
+    constants = {"COLUMNS": 18, "WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4}
     constants |= {"UNIT": 16, "FLAT": flat, "MOST": 2.0**7}
     made = compiled(nvfp4_kernels.quantize_nvfp4, constants, (), num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
@@ -130,6 +130,8 @@ def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(
     blocks = 2 * size
     assert made["ptx"].count("div.full") == blocks + 1
     assert made["ptx"].count("fma.rn") == 2 * (blocks + 1) + 4 * (blocks + 32)
+    # One note of the largest of a program.
+    assert made["ptx"].count("atom.") == 1
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

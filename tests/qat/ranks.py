@@ -145,7 +145,8 @@ def _looks(rank: int, model: Any, source: Any, qat: Any) -> list[tuple[bool | No
     packed, found = PackedSource(source, qat), []
     for _ in range(2):
         look = packed.prepare_ahead()
-        found.append((None if look is None else bool(look()), qat.scale(name, torch.float32).item()))
+        scale = qat.scale(name, torch.float32).item()
+        found.append((None if look is None else look()(), scale))
     shard.copy_(kept)
     qat.refresh()
     return found

@@ -22,12 +22,12 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.qat import scales
 from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
 from rlrefit.workers.trainers.qat.config import QATConfig
 from rlrefit.workers.trainers.qat.fsdp import quantize_module
 from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 from rlrefit.workers.trainers.qat.model import QAT
-from rlrefit.workers.trainers.qat.scales import WeightScales
 from rlrefit.workers.trainers.qat.source import PackedSource
 from tests.refit.synthetic import SyntheticDestination, run_world
 
@@ -350,18 +350,28 @@ def test_packed_weights_are_refitted_bit_for_bit_and_again_and_after_writes_that
         assert [record.bytes_misc for record, _ in results[1]] == [0, 0, 0, 0]
 
 
-def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_and_not_before_they_are_sent(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many views each look at weights read, but for those of their encoding."""
+    found: list[int] = []
+    of = scales._Magnitudes.of
+
+    def noted(magnitudes: Any, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        found.append(len(views))
+        return of(magnitudes, views)
+
+    monkeypatch.setattr(scales._Magnitudes, "of", noted)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["p2p", "sparse p2p"])
+def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_by_what_encodes_them(
+    checkpoints: Callable[[str], Path], looks: list[int], transport: str
 ) -> None:
     model, qat = trainer(checkpoints("qwen3"))
     source = _refitted(model, qat)
-    destination = Engine(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
-    happened: list[str] = []
-    look = WeightScales._largest
-
-    def looks(scales: WeightScales) -> torch.Tensor:
-        happened.append("look")
-        return look(scales)
+    destination = Keeping(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
+    expected: list[dict[str, torch.Tensor]] = []
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         found = []
@@ -371,17 +381,60 @@ def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_and_not_before_t
                 qat.release()
                 if version == 1:
                     model.get_parameter("model.layers.1.mlp.up_proj.weight").data.mul_(3)
-                happened.clear()
-            session.refit(version)
-            found.append(list(happened))
+                looks.clear()
+            record = session.refit(version)
+            if rank == 0:
+                found.append(list(looks))
+                qat.refresh()
+                expected.append(_packed(model, qat))
+            session._channel.barrier(f"expected/{version}")
+            found += [] if rank == 0 else [(endpoint.differing(expected[version]), record.bytes_misc)]
         return found
 
-    monkeypatch.setattr(WeightScales, "_largest", looks)
-    asked = source.prepare_ahead
-    monkeypatch.setattr(source, "prepare_ahead", lambda: (asked(), happened.append("prepared"))[0])
-    results = run_world([source], [destination], body)
-    clean = ["prepared", "look"]
-    assert results[0] == [clean, [*clean, "look", "prepared"], clean], results
+    sparse = {"delta": "auto"} if transport != "p2p" else {}
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p", **sparse)
+    looked, arrived = run_world([source], [destination], body, config)
+    all_of_them = len(qat.weights)
+    # Where some refits are sparse, not all is encoded in each.
+    clean = [all_of_them if sparse else 0]
+    assert looked == [clean, [*clean, all_of_them], clean]
+    assert arrived == [([], 0)] * 3
+
+
+def test_of_trainers_that_share_what_is_sent_each_looks_at_what_it_does_not_encode(
+    checkpoints: Callable[[str], Path], looks: list[int]
+) -> None:
+    trainers = [trainer(checkpoints("qwen3")) for _ in range(2)]
+    sources = [_refitted(*one) for one in trainers]
+    destination = Engine(sources[0].specs(), {s.name: [box_of(s.shape)] for s in sources[0].specs()})
+    expected: dict[int, dict[str, torch.Tensor]] = {}
+    written = sorted(trainers[0][1].weights)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        found = []
+        for version in range(1 + len(written)):
+            if rank < 2:
+                model, qat = trainers[rank]
+                if version:
+                    # By both, as by an average over them; one of the two sends it.
+                    model.get_parameter(written[version - 1]).data.mul_(1.5)
+                if rank == 0:
+                    looks.clear()
+            session._channel.barrier(f"written/{version}")
+            session.refit(version)
+            if rank == 0:
+                found.append(list(looks))
+                qat.refresh()
+                expected[version] = _packed(model, qat)
+            session._channel.barrier(f"expected/{version}")
+            found += [] if rank < 2 else [endpoint.differing(expected[version])]
+        return found
+
+    looked, _, arrived = run_world(sources, [destination], body)
+    assert arrived == [[]] * (1 + len(written))
+    first, second = looked[0]
+    assert 0 < first < len(written)
+    assert 0 < second < len(written)
 
 
 @pytest.mark.parametrize("fault", ["no number", "written again and again"])
@@ -392,7 +445,7 @@ def test_what_was_sent_in_vain_is_not_committed(
     source = _refitted(model, qat)
     destination = Engine(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
     if fault == "written again and again":
-        monkeypatch.setattr(source, "prepare_ahead", lambda: lambda: torch.tensor(False))
+        monkeypatch.setattr(source, "prepare_ahead", lambda: lambda: lambda: False)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         if rank == 0 and fault == "no number":

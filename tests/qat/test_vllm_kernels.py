@@ -38,6 +38,24 @@ def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: Fo
     assert found["same places"]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].kernel == "marlin"])
+def test_a_layer_that_has_landed_is_put_in_order_while_others_are_on_their_way(
+    found_ahead: FoundAhead, case: str
+) -> None:
+    found = found_ahead.by(refit_packed_layers)[case]
+
+    def differing(portion: int) -> set[str]:
+        """Layers of which codes or block scales are not what vLLM has."""
+        return {
+            name.split(".layers.")[1].split(".")[0]
+            for name in found[f"differing after portion {portion}"]
+            if name.endswith(("weight", "weight_scale")) and ("_proj" in name or ".experts." in name)
+        }
+
+    assert differing(0) == {"0"}
+    assert differing(1) == set()
+
+
 def test_kernels_of_experts_that_are_reloaded_hold_new_values_where_cuda_graphs_have_them(
     found_ahead: FoundAhead,
 ) -> None:

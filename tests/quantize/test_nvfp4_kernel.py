@@ -81,7 +81,11 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
                 None if number % 5 == 4 else codes,
                 (top, left),
                 None if number % 7 == 6 else scales,
-                global_scale=GlobalScale(torch.empty((), dtype=torch.float32, device=device)),
+                # Of one in three nobody asks what is largest.
+                global_scale=GlobalScale(
+                    torch.empty((), dtype=torch.float32, device=device),
+                    torch.empty((), dtype=torch.int32, device=device) if number % 3 else None,
+                ),
             )
         )
     table = Nvfp4Table.build(jobs, device, dtype == torch.bfloat16)
@@ -95,6 +99,8 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
                 scale = torch.tensor(1.0)
             assert job.global_scale is not None
             job.global_scale.value.copy_(scale.clamp(min=nvfp4.LEAST_GLOBAL_SCALE))
+            if job.global_scale.found is not None:
+                job.global_scale.found.zero_()
         for room, _, scales in targets:
             room.fill_(0xAA)
             scales.view(torch.uint8).fill_(0x55)
@@ -102,6 +108,11 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
         for number, (w, job, (room, _, scales)) in enumerate(zip(weights, jobs, targets, strict=True)):
             assert job.global_scale is not None
             packed, made, _ = nvfp4.quantize(w.to(dtype), job.global_scale.value)
+            if (found := job.global_scale.found) is not None:
+                largest = w.to(dtype).abs().amax().float() if w.numel() else torch.zeros((), device=device)
+                assert torch.equal(found.view(torch.float32).nan_to_num(-1.0), largest.nan_to_num(-1.0)), (
+                    number
+                )
             top, left, bottom, right = _wanted(number, *w.shape)
             expected = torch.full_like(room, 0xAA)
             if job.codes is not None:

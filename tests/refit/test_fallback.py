@@ -50,11 +50,10 @@ def make(
     device: torch.device,
     plan: Any,
     config: RefitConfig,
-    *,
-    sleeps: bool | None,
+    **options: Any,
 ) -> Transport:
     if transport != "ipc":
-        return make_transport(transport, channel, choice, device, plan, config, sleeps=sleeps)
+        return make_transport(transport, channel, choice, device, plan, config, **options)
     rank = channel.world.rank
     group = TorchGroup.open(
         channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort

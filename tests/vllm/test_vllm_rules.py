@@ -36,9 +36,10 @@ from rlrefit.workers.engines.vllm.destination import VllmDestination
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
 from rlrefit.workers.engines.vllm.reload import (
+    DerivedState,
     copied_sinks,
     refresh_absorbed_projections,
-    refresh_derived_state,
+    with_sinks,
 )
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 from tests.vllm_cpu import PACKS_EXPERTS
@@ -307,11 +308,12 @@ def _attending(*shapes: int) -> tuple[nn.Module, Any]:
 
 def test_sinks_that_a_kernel_copied_follow_new_weights_without_moving():
     layer, kernel = _attending(4, 3)
-    assert copied_sinks(layer) == []
+    state = DerivedState(layer)
+    state.refresh(BF16)
     kernel.sinks = layer.held0.float()
     address = kernel.sinks.data_ptr()
     layer.held0.fill_(2)
-    refresh_derived_state(layer, BF16)
+    state.refresh(BF16)
     assert kernel.sinks.tolist() == [2.0] * 4
     assert kernel.sinks.data_ptr() == address
 
@@ -320,7 +322,7 @@ def test_copied_sinks_of_an_unknown_parameter_are_refused():
     layer, kernel = _attending(4, 4)
     kernel.sinks = layer.held0.float()
     with pytest.raises(RefitError, match="attention_backend"):
-        copied_sinks(layer)
+        copied_sinks(with_sinks(layer))
 
 
 class _Caching(nn.Module):

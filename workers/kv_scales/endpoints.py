@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ from ...integration.layout import Fragment
 from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import (
     HoldsQuantized,
+    Look,
+    PreparesAhead,
     StoresQuantized,
     WeightDestination,
     WeightSource,
@@ -29,6 +31,7 @@ from ...integration.weights.endpoints import (
     prepare_ahead,
     prepares_alone,
     rewritten,
+    working_on_portions,
     writes_by,
 )
 from ...integration.weights.manifest import TensorSpec
@@ -182,9 +185,15 @@ class KvScaleSource:
     def prepare(self) -> None:
         self._weights.prepare()
 
-    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
+    def prepare_ahead(self) -> Look | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`."""
         return prepare_ahead(self._weights)
+
+    def encodes_all_of(self, names: frozenset[str]) -> None:
+        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.encodes_all_of`."""
+        weights: object = self._weights
+        if isinstance(weights, PreparesAhead):
+            weights.encodes_all_of(names)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         weights = [name for name in names if name not in self._values]
@@ -264,6 +273,18 @@ class KvScaleDestination:
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         return rewritten(self._weights, specs)
+
+    @property
+    def works_on_portions(self) -> bool:
+        return working_on_portions(self._weights) is not None
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        if (weights := working_on_portions(self._weights)) is not None:
+            weights.expect(portions)
+
+    def landed(self, portion: int) -> None:
+        if (weights := working_on_portions(self._weights)) is not None:
+            weights.landed(portion)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         if not isinstance(self._weights, StoresQuantized):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import chain, groupby, islice, repeat
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ...packing import ChecksumTable, EncodedView, Encoder, Strided, make_encode
 from ...packing.encoded import CHECKED_AT_ONCE, PackedEncoding, padded
 from ...packing.host import WeakView
 from ...plan import Message
+from .portions import PORTIONS, portions_of
 
 # A message and what this rank holds of it, one for each of its segments.
 BoundMessage = tuple[Message, Sequence[Strided | EncodedView]]
@@ -36,9 +38,10 @@ class _WeakEncoded(NamedTuple):
 
 
 class _Group:
-    """The messages that a refit checks of one pair; prepared once."""
+    """Messages of one portion that a refit checks of one pair; prepared once."""
 
-    def __init__(self, group: Sequence[tuple[int, BoundMessage]]):
+    def __init__(self, portion: int, group: Sequence[tuple[int, BoundMessage]]):
+        self.portion = portion
         self.nbytes = sum(message.payload_bytes for _, (message, _) in group)
         # Codes and scales of one tensor are computed together, if they are known to be of the same one.
         weak: dict[int, WeakView] = {}
@@ -136,7 +139,13 @@ class MessageChecksums:
     """
 
     def __init__(
-        self, pairs: Mapping[int, Sequence[BoundMessage]], verify: str, device: torch.device, *, ahead: bool
+        self,
+        pairs: Mapping[int, Sequence[BoundMessage]],
+        verify: str,
+        device: torch.device,
+        *,
+        ahead: bool,
+        in_portions: bool = False,
     ):
         """
         Args:
@@ -145,6 +154,7 @@ class MessageChecksums:
             device: of the views.
             ahead: prepare all checksums now, so that no refit waits for a compiler. Otherwise each refit prepares what it
                 checks: where weights move before every refit, the rest would be prepared for nothing.
+            in_portions: whether :meth:`compute` is asked for some portions at a time.
         """
         self.messages = [message for peer in sorted(pairs) for message, _ in pairs[peer]]
         self.sums = torch.zeros(len(self.messages), 2, dtype=torch.int64, device=device)
@@ -164,23 +174,32 @@ class MessageChecksums:
         together = min(CHECKED_AT_ONCE, sum(padded(view.nbytes) for view in computed))
         self.scratch_bytes = max([*largest, together])
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        # For each pair the groups of messages that its refits check in turn.
-        self._groups: list[list[_Group]] = []
+        # For each pair what its refits check in turn.
+        self._groups: list[list[list[_Group]]] = []
         slot = 0
         for peer in sorted(pairs):
             bound = list(zip(range(slot, slot + len(pairs[peer])), pairs[peer], strict=True))
             slot += len(bound)
-            groups = {"off": [], "sampled": [[one] for one in bound], "full": [bound]}[verify]
-            self._groups.append([_Group(group) for group in groups])
+            portions = portions_of([message for message, _ in pairs[peer]]) if in_portions else repeat(0)
+            parts = [
+                (portion, [one for _, one in found])
+                for portion, found in groupby(zip(portions, bound, strict=False), itemgetter(0))
+            ]
+            turns = {
+                "off": [],
+                "sampled": [[_Group(portion, [one])] for portion, part in parts for one in part],
+                "full": [[_Group(portion, part) for portion, part in parts]],
+            }
+            self._groups.append(turns[verify])
         # What is encoded is held weakly until it is prepared.
         self._may_expire = bool(computed) and not ahead
         if ahead:
-            for group in chain.from_iterable(self._groups):
+            for group in self._all_groups():
                 group.steps(self._scratch)
 
     def expired(self) -> bool:
         """Whether a weight is gone whose sum is to be prepared yet, so that all of this has to be made anew."""
-        return self._may_expire and any(group.expired() for group in chain.from_iterable(self._groups))
+        return self._may_expire and any(group.expired() for group in self._all_groups())
 
     def prepare(self, refit: int) -> None:
         """Prepare what a refit checks, if it is not.
@@ -188,27 +207,37 @@ class MessageChecksums:
         Raises:
             RefitError: the memory of a weight was freed.
         """
-        for groups in self._groups:
-            if groups:
-                groups[refit % len(groups)].steps(self._scratch)
+        for group in self._due(refit):
+            group.steps(self._scratch)
 
-    def compute(self, refit: int) -> int:
+    def compute(self, refit: int, portions: Container[int] = range(PORTIONS)) -> int:
         """Enqueue the checksums of a refit on the current stream; returns the bytes that they cover.
+
+        Args:
+            refit: its number.
+            portions: those that are added up; beside what was before, if the first one is not among them.
 
         Raises:
             RefitError: as :meth:`prepare`.
         """
-        self.sums.zero_()
+        if 0 in portions:
+            self.sums.zero_()
         covered = 0
-        for groups in self._groups:
-            if groups:
-                group = groups[refit % len(groups)]
+        for group in self._due(refit):
+            if group.portion in portions:
                 for encoders, table in group.steps(self._scratch):
                     for encoder in encoders:
                         encoder.launch()
                     table.add_to(self.sums)
                 covered += group.nbytes
         return covered
+
+    def _due(self, refit: int) -> Iterator[_Group]:
+        """What a refit checks."""
+        return chain.from_iterable(turns[refit % len(turns)] for turns in self._groups if turns)
+
+    def _all_groups(self) -> Iterator[_Group]:
+        return chain.from_iterable(turn for turns in self._groups for turn in turns)
 
 
 def no_checksums() -> MessageChecksums:

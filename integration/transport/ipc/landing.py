@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,8 @@ class Landing:
         verify: str,
         device: torch.device,
         waits: Waits,
+        *,
+        in_portions: bool,
     ):
         """Nothing is bound yet.
 
@@ -39,12 +41,14 @@ class Landing:
             verify: ``off``, ``sampled`` or ``full``.
             device: of the parameters.
             waits: of this rank.
+            in_portions: whether checksums are to be added up by portion.
         """
         self._rank = rank
         self._messages = messages
         self._verify = verify
         self._device = device
         self._waits = waits
+        self._in_portions = in_portions
         self.bound: dict[int, list[BoundMessage]] = {}
         # Where those lay to which it was bound last.
         self._places: tuple[Place, ...] | None = None
@@ -52,6 +56,8 @@ class Landing:
         # Which sums differ from the sender's: on the device, and on the host.
         self._differ: torch.Tensor | None = None
         self._damage: torch.Tensor | None = None
+        # Bytes that were added up of the refit under way.
+        self._covered = 0
 
     def bind(self, views: LiveViews, places: tuple[Place, ...], *, ahead: bool) -> None:
         """Look up where messages land, and prepare their checksums, unless they land where they did.
@@ -66,7 +72,9 @@ class Landing:
         # Before new ones are made beside them.
         self._checksums, self._places = no_checksums(), None
         self.bound = bind_messages(self._messages, views)
-        self._checksums = MessageChecksums(self.bound, self._verify, self._device, ahead=ahead)
+        self._checksums = MessageChecksums(
+            self.bound, self._verify, self._device, ahead=ahead, in_portions=self._in_portions
+        )
         if self._differ is None:
             self._differ = torch.zeros_like(self._checksums.sums, dtype=torch.bool)
             self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
@@ -76,13 +84,16 @@ class Landing:
         """As :meth:`~.checksums.MessageChecksums.prepare`."""
         self._checksums.prepare(number)
 
-    def compare(
-        self, number: int, refit: int, signals: SignalBuffer, ended: torch.cuda.Event, clock: StageClock
-    ) -> int:
-        """Compare what landed with the senders' checksums.
+    def add_up(self, number: int, portions: Container[int]) -> None:
+        """Enqueue the checksums of portions that have landed, as :meth:`~.checksums.MessageChecksums.compute` does."""
+        if 0 in portions:
+            self._covered = 0
+        self._covered += self._checksums.compute(number, portions)
+
+    def compare(self, refit: int, signals: SignalBuffer, ended: torch.cuda.Event, clock: StageClock) -> int:
+        """Compare what landed, and was added up, with the senders' checksums.
 
         Args:
-            number: of the refit, for sampled checks.
             refit: counted from 1, for signals.
             signals: with the senders' checksums.
             ended: recorded after all that is enqueued here.
@@ -97,7 +108,6 @@ class Landing:
         """
         assert self._differ is not None, "bind comes before compare"
         assert self._damage is not None, "made with the other"
-        covered = self._checksums.compute(number)
         with clock.waiting():
             self._waits.for_signals(signals, checksums_landed(refit), "verify")
         # A look that found the last signal may have found older checksums before it.
@@ -110,4 +120,4 @@ class Landing:
         for message, differs in zip(self._checksums.messages, self._damage.any(1).tolist(), strict=True):
             if differs:
                 raise damaged(message, self._rank)
-        return covered
+        return self._covered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from ...gpu_memory.description import Description
 from ...packing import EncodedView, Strided
 from .checksums import BoundMessage
 from .copy_order import EncodedWrite
+from .portions import PORTIONS, portions_of
 from .signals import CHECKSUM_BYTES, SIGNAL_BYTES, SignalBuffer
 from .views import mapped_views
 
@@ -162,6 +164,28 @@ def by_kind(moves: Sequence[Move]) -> tuple[list[Copied], list[EncodedWrite]]:
         [(a, b) for a, b in plain if isinstance(a, Strided)],
         [(a, b) for a, b in plain if isinstance(a, EncodedView)],
     )
+
+
+def by_portion(
+    moves: Mapping[int, Sequence[Move]], bound: Mapping[int, Sequence[BoundMessage]]
+) -> list[dict[int, Sequence[Move]]]:
+    """The moves of each portion.
+
+    Args:
+        moves: with each peer, one for each segment of its messages.
+        bound: the messages of all peers.
+    """
+    found: list[dict[int, Sequence[Move]]] = [{} for _ in range(PORTIONS)]
+    for peer, whole in moves.items():
+        messages = [message for message, _ in bound[peer]]
+        of_segments = [
+            portion
+            for portion, message in zip(portions_of(messages), messages, strict=True)
+            for _ in message.segments
+        ]
+        for portion, part in enumerate(found):
+            part[peer] = whole[bisect_left(of_segments, portion) : bisect_right(of_segments, portion)]
+    return found
 
 
 def _held(messages: Sequence[BoundMessage]) -> list[Strided | EncodedView]:

@@ -14,6 +14,7 @@ import torch
 
 from ...gpu_memory.driver import call
 from ...packing import Copy
+from .portions import PORTIONS
 
 # A signal is 64 bits wide so that checksums lie aligned behind it; its lower half holds the number.
 SIGNAL_BYTES = 8
@@ -22,14 +23,19 @@ CHECKSUM_BYTES = 16
 _COPY_S = 5e-5
 
 
+def portion_landed(refit: int, portion: int) -> int:
+    """The signal of a sender whose bytes of a refit (counted from 1) have landed up to a portion (counted from 0)."""
+    return (PORTIONS + 2) * (refit - 1) + portion + 1
+
+
 def data_landed(refit: int) -> int:
-    """The signal of a sender all of whose bytes of a refit (counted from 1) have landed."""
-    return 3 * refit - 2
+    """The signal of a sender all of whose bytes of a refit have landed."""
+    return portion_landed(refit, PORTIONS - 1)
 
 
 def checksums_landed(refit: int) -> int:
     """The signal of a sender whose checksums of that refit have landed as well."""
-    return 3 * refit - 1
+    return data_landed(refit) + 1
 
 
 def readable(refit: int) -> int:
@@ -40,7 +46,7 @@ def readable(refit: int) -> int:
 
 def void(refit: int) -> int:
     """The signal in place of both of a sender whose weights were no longer where it read them."""
-    return 3 * refit
+    return data_landed(refit) + 2
 
 
 class SignalBuffer:

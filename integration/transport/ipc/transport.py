@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -28,7 +29,7 @@ from ...gpu_memory.driver import missing, on_device
 from ...gpu_memory.mapping import ImportedMemory
 from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
 from ...layout import Fragment
-from ...packing import CopyTable, Encoder, NotComputable, Strided, make_encoders, repeats
+from ...packing import Copy, CopyTable, Encoder, NotComputable, Strided, make_encoders, repeats
 from ...packing.host import kernels_read
 from ...plan import Message, Plan
 from ...records.clock import StageClock
@@ -37,11 +38,13 @@ from ..storage import DeviceMemory, HostMemory, LiveViews, Place
 from .checksums import BoundMessage, MessageChecksums, no_checksums
 from .copy_order import EncodedWrite, encoded_in_turns, rows_in_turns
 from .landing import Landing
-from .moves import Incoming, Move, Outgoing, PeerPlaces, by_kind
+from .moves import Incoming, Move, Outgoing, PeerPlaces, by_kind, by_portion
+from .portions import PORTIONS, last_portions
 from .signals import (
     SignalBuffer,
     checksums_landed,
     data_landed,
+    portion_landed,
     readable,
     signal,
     void,
@@ -89,6 +92,7 @@ class IpcTransport(Transport):
         sleeps: bool | None = None,
         pulls: str = "",
         may_pull: bool = True,
+        landed: Callable[[int], None] | None = None,
     ):
         """Take the plan; nothing is opened yet.
 
@@ -106,6 +110,8 @@ class IpcTransport(Transport):
                 its GPU with a receiver that pulls, from whomever.
             pulls: why a receiver does, whether its memory can be mapped or not; empty if it does only where it can't.
             may_pull: whether a receiver does there.
+            landed: called by a receiver that is written, in each refit, with each portion once that has landed, in their order; None
+                if it does nothing before all has.
 
         Raises:
             PlanError: the plan has relays.
@@ -122,7 +128,9 @@ class IpcTransport(Transport):
         self._waits = Waits(rank, self._device, timeout_s, watch, describe_rank)
         self._sends = by_peer(plan.sends, lambda message: message.destination)
         self._receives = by_peer(plan.receives, lambda message: message.source)
-        self._landing = Landing(rank, self._receives, verify, self._device, self._waits)
+        self._landing = Landing(
+            rank, self._receives, verify, self._device, self._waits, in_portions=landed is not None
+        )
         if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
             raise PlanError(
                 f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
@@ -140,6 +148,7 @@ class IpcTransport(Transport):
         self._sleeps = sleeps
         self._pulls = pulls
         self._may_pull = may_pull
+        self._landed = landed
         # Whether this rank or a peer frees some memory of the binding between refits, whether this one does, and whether it was
         # released since.
         self._some_sleep = self._gives_back = self._released = False
@@ -149,7 +158,8 @@ class IpcTransport(Transport):
         # Of the binding under way: this rank's views, where they lie, and whether they lay there before.
         self._views, self._unmoved = LiveViews([]), False
         self._new_places: tuple[Place, ...] = ()
-        self._encoders: list[Encoder] = []
+        # By portion; all in one where no peer works on portions.
+        self._launches: list[list[Copy | Encoder]] = []
         # What kernels read that are enqueued.
         self._tables: tuple[object, ...] = ()
         self._signals: SignalBuffer | None = None
@@ -195,7 +205,13 @@ class IpcTransport(Transport):
             self._export(OpenViews.of(bind_messages(self._lends, self._views)))
 
     def describe(self) -> object:
-        ours = Description(process_name(), device_uuid(self._device), self._timeout, pulls=self._pulls)
+        ours = Description(
+            process_name(),
+            device_uuid(self._device),
+            self._timeout,
+            pulls=self._pulls,
+            works_on_portions=self._works_on_portions,
+        )
         exported, signals, views = self._exported, self._signals, self._open_views
         if exported is None or signals is None:
             # Nobody maps this rank's memory.
@@ -233,6 +249,10 @@ class IpcTransport(Transport):
     def name(self) -> str:
         """``pull`` if some receiver does."""
         return "pull" if self._pulling else "ipc"
+
+    @property
+    def portions(self) -> Mapping[str, int]:
+        return last_portions(self._receives) if self._works_on_portions else {}
 
     @property
     def remark(self) -> str:
@@ -318,6 +338,11 @@ class IpcTransport(Transport):
         return {receiver: ms for receiver, ms in self._sends.items() if receiver in self._pulling}
 
     @property
+    def _works_on_portions(self) -> bool:
+        """Whether this receiver is to hear of portions: one that pulls has nothing before its copies are done."""
+        return self._landed is not None and bool(self._receives) and not self._pulls
+
+    @property
     def _pushes(self) -> dict[int, tuple[Message, ...]]:
         """Messages of a sender that it writes."""
         return {receiver: ms for receiver, ms in self._sends.items() if receiver not in self._pulling}
@@ -395,10 +420,11 @@ class IpcTransport(Transport):
         mapped = {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound if rank in peers}
         outgoing = Outgoing.of(bound, mapped, self._signals)
         self._signal_addresses, self._lent_addresses = outgoing.signals, outgoing.lent
-        self._make_tables(outgoing.moves)
+        in_portions = any(peer.works_on_portions for peer in peers.values())
+        self._make_tables(by_portion(outgoing.moves, bound) if in_portions else [outgoing.moves])
         sums = outgoing.checksum_copies(self._sent_checksums.sums) if self.verify != "off" else ()
         self._checksum_copies = CopyTable.build(sums, self._device)
-        self._tables = (self._copies, self._encoders, self._checksum_copies)
+        self._tables = (self._launches, self._checksum_copies)
 
     def _map_senders(self, peers: Mapping[int, Description]) -> None:
         assert self._signals is not None, "a receiver has signals"
@@ -406,10 +432,10 @@ class IpcTransport(Transport):
         incoming = Incoming.of(
             bound, {rank: self._map_peer(rank, peers[rank], bound[rank]) for rank in bound}, self._signals
         )
-        self._make_tables(incoming.moves)
+        self._make_tables([incoming.moves])
         fetch = CopyTable.build(incoming.fetched, self._device)
         self._signals.fetched_by(fetch)
-        self._tables = (self._copies, self._encoders, fetch)
+        self._tables = (self._launches, fetch)
 
     def _map_peer(self, rank: int, peer: Description, messages: Sequence[BoundMessage]) -> PeerPlaces:
         """Map a peer's memory."""
@@ -419,16 +445,19 @@ class IpcTransport(Transport):
         with self._checking(rank):
             return PeerPlaces.of(messages, peer, self.rank, mapped.bases, self._device)
 
-    def _make_tables(self, moves: Mapping[int, Sequence[Move]]) -> None:
+    def _make_tables(self, portions: Sequence[Mapping[int, Sequence[Move]]]) -> None:
         """The copies and encodings of what is exchanged with each peer."""
-        copied: dict[int, list[tuple[Strided, Strided]]] = {}
-        encoded: dict[int, list[EncodedWrite]] = {}
-        for peer, pairs in moves.items():
-            with self._checking(peer):
-                copied[peer], encoded[peer] = by_kind(pairs)
-        self._copies = CopyTable.of(rows_in_turns(copied, self.rank), self._device)
-        with self._unavailable_if_not_computable():
-            self._encoders = make_encoders(encoded_in_turns(encoded, self.rank), self._device)
+        self._launches = []
+        for moves in portions:
+            copied: dict[int, list[tuple[Strided, Strided]]] = {}
+            encoded: dict[int, list[EncodedWrite]] = {}
+            for peer, pairs in moves.items():
+                with self._checking(peer):
+                    copied[peer], encoded[peer] = by_kind(pairs)
+            copies = CopyTable.of(rows_in_turns(copied, self.rank), self._device)
+            with self._unavailable_if_not_computable():
+                encoders = make_encoders(encoded_in_turns(encoded, self.rank), self._device)
+            self._launches.append([copies, *encoders])
 
     def _map_again(self, peers: Mapping[int, Description]) -> bool:
         """Map peers' memory where it was mapped before they slept, if they and this rank have everything where they had it;
@@ -513,9 +542,11 @@ class IpcTransport(Transport):
         try:
             with torch.cuda.stream(stream), clock.stage("transfer"):
                 self._tell(self._lent_addresses, readable(self._refits))
-                self._copies.launch()
-                for encoder in self._encoders:
-                    encoder.launch()
+                for portion, launches in enumerate(self._launches):
+                    if portion:
+                        self._tell(self._signal_addresses, portion_landed(self._refits, portion - 1))
+                    for one in launches:
+                        one.launch()
             everywhere = [*self._signal_addresses, *self._lent_addresses]
             # While the copies run: whether the weights still lay where they were read.
             if self._check_moved():
@@ -553,9 +584,8 @@ class IpcTransport(Transport):
             stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
                 with torch.cuda.stream(stream):
-                    self._copies.launch()
-                    for encoder in self._encoders:
-                        encoder.launch()
+                    for one in chain.from_iterable(self._launches):
+                        one.launch()
             finally:
                 # As in `_write`.
                 self._ended.record(stream)
@@ -569,17 +599,28 @@ class IpcTransport(Transport):
             return TransferResult(self._payload, 0)
         # While bytes are on their way.
         self._landing.prepare(self._number)
-        with clock.stage("transfer"), clock.waiting():
-            if self._pulls:
-                self._waits.until(self._ended.query, "transfer", lambda: "this rank's copies from its peers")
-            number = checksums_landed if self._pulls else data_landed
-            self._waits.for_signals(self._signals, number(self._refits), "transfer")
-        if self._signals.was_signalled(void(self._refits)):
-            return TransferResult(self._payload, 0, void=True)
+        by_one: list[Sequence[int]] = [[portion] for portion in range(PORTIONS)]
+        for portions in by_one if self._works_on_portions else [range(PORTIONS)]:
+            with clock.stage("transfer"), clock.waiting():
+                number = portion_landed(self._refits, portions[-1])
+                if self._pulls:
+                    self._waits.until(
+                        self._ended.query, "transfer", lambda: "this rank's copies from its peers"
+                    )
+                    number = checksums_landed(self._refits)
+                self._waits.for_signals(self._signals, number, "transfer")
+            if self._signals.was_signalled(void(self._refits)):
+                return TransferResult(self._payload, 0, void=True)
+            if self.verify != "off":
+                with clock.stage("verify"):
+                    self._landing.add_up(self._number, portions)
+            if self._works_on_portions and self._landed is not None:
+                with clock.stage("post_load"):
+                    self._landed(*portions)
         if self.verify == "off":
             return TransferResult(self._payload, 0)
         with clock.stage("verify"):
-            compared = self._landing.compare(self._number, self._refits, self._signals, self._ended, clock)
+            compared = self._landing.compare(self._refits, self._signals, self._ended, clock)
             return TransferResult(self._payload, compared)
 
     # The end.
@@ -592,7 +633,7 @@ class IpcTransport(Transport):
         try:
             end_all([*steps, partial(self._drop_mappings, failed=failed)])
         finally:
-            self._encoders = []
+            self._launches = []
 
     def _drop_mappings(self, *, failed: bool) -> None:
         # A sender whose receivers read has nothing mapped, and yet adds up its weights on a stream of its own.

@@ -44,7 +44,7 @@ from .mxfp4 import check_experts
 from .mxfp8 import mxfp8_modules
 from .packed_layers import KernelState, PackedLayers
 from .packed_making import Making, PackedForm
-from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
+from .reload import DerivedState, ScopedReload, copied_sinks, follows, packing_attention, with_sinks
 
 # Of models that transformers computes and vLLM serves.
 _TRANSFORMERS = "vllm.model_executor.models.transformers"
@@ -99,6 +99,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
         self._kernel_state = KernelState(())
+        self._derived = DerivedState(model)
         self._made_at: Hashable = None
         super().__init__(device)
 
@@ -162,6 +163,29 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """
         self._agreed().misc.load(weights)
 
+    @property
+    def works_on_portions(self) -> bool:
+        """Whether there are packed layers that a kernel wants in an order of its own."""
+        return self._making is not None and self._making.orders
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.expect`; prepares what puts packed layers in order."""
+        if self._making is None:
+            return
+        last: dict[str, int | None] = {}
+        for name, landings in self._agreed().landings.items():
+            portion = portions.get(name)
+            for module in {_apart(landing.parameter)[0] for landing in landings}:
+                before = last.setdefault(module, portion)
+                last[module] = None if before is None or portion is None else max(before, portion)
+        self._making.expect({module: portion for module, portion in last.items() if portion is not None})
+
+    def landed(self, portion: int) -> None:
+        """Put the packed layers in order that have landed whole with a portion."""
+        assert self._making is not None, "it is told what to expect before"
+        with self._device, torch.no_grad():
+            self._making.put_in_order(portion)
+
     def abandon(self) -> None:
         """After a refit that failed between its first write and :meth:`finish`: undo what is half loaded.
 
@@ -170,6 +194,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """
         if self._routes is not None:
             self._routes.misc.abandon()
+        if self._making is not None:
+            self._making.abandon()
 
     @property
     def _model(self) -> nn.Module:
@@ -263,7 +289,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             if self._making is not None:
                 self._making.make()
             self._kernel_state.refresh()
-            refresh_derived_state(self._model, self._vllm_config.model_config.dtype)
+            self._derived.refresh(self._vllm_config.model_config.dtype)
         for reset in self._reset_caches:
             reset()
 
@@ -331,7 +357,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "attention_backend",
             stage="trace",
         )
-    copied_sinks(model)
+    copied_sinks(with_sinks(model))
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)

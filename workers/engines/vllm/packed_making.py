@@ -113,7 +113,7 @@ class PutInOrder:
 
 
 class Making:
-    """What refits make of packed layers once all has landed; prepared for parameters that stay where they are.
+    """What refits make of packed layers once all has landed, or those of a portion; prepared for parameters that stay where they are.
 
     Args:
         modules: by name, the live parameters of each, and its form.
@@ -129,7 +129,6 @@ class Making:
     ) -> None:
         self._device = device
         self._modules = dict(modules)
-        self._slots: dict[tuple[str, str], int] = {}
         self._staged: dict[tuple[str, str], slice] = {}
         count = 0
         for module, (_, form) in modules.items():
@@ -137,14 +136,60 @@ class Making:
                 begin, count = count, count + prod(form.loaded[name][0])
                 self._staged[module, name] = slice(begin, count)
         self._flat = torch.zeros(count, dtype=torch.float32, device=device)
-        self._orders = self._ordered()
+        changed = [
+            (module, name, form.dtype)
+            for module, (_, form) in modules.items()
+            for name, order in form.orders.items()
+            if order.changed
+        ]
+        dtypes = {dtype for *_, dtype in changed}
+        if len(dtypes) > 1:
+            raise ValueError(f"layers compute in {dtypes}")
+        self._maps = marlins_maps(dtypes.pop(), device) if dtypes else _no_maps(device)
+        # Of each parameter of block scales, which row of the maps makes Marlin's bytes of it in the refit under way.
+        self._slots = {(module, name): slot for slot, (module, name, _) in enumerate(changed)}
+        # The kernels want some memory, even where they read none of it.
+        self._choices = torch.zeros(max(1, len(changed)), dtype=torch.int32, device=device)
         self._scales = self._derived()
+        self._padded = {module for module, _ in padding or {}}
         self._blank = [
             as_loaded[local_slice(box_of(as_loaded.shape), box)]
             for (module, name), boxes in (padding or {}).items()
             for as_loaded in (self.as_loaded(module, name),)
             for box in boxes
         ]
+        # What is put in order with each portion, and None of what is at the end; those of the refit under way that have been.
+        self._orders: dict[int | None, _Orders] = {}
+        self._expected: dict[str, int] | None = None
+        self._done: set[int | None] = set()
+
+    @property
+    def orders(self) -> bool:
+        """Whether something is put in order."""
+        return any(form.orders for _, form in self._modules.values())
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """Prepare to put modules in order that have landed whole with a portion, and the others at the end of a refit."""
+        # Padding is in order too, and is written at the end.
+        expected = {module: portion for module, portion in portions.items() if module not in self._padded}
+        if expected == self._expected:
+            return
+        modules: dict[int | None, list[str]] = defaultdict(list)
+        for module, (_, form) in self._modules.items():
+            if form.orders:
+                modules[expected.get(module)].append(module)
+        self._orders = {portion: self._ordered(found) for portion, found in modules.items()}
+        self._expected = expected
+
+    def put_in_order(self, portion: int | None) -> None:
+        """Put modules in order that have landed whole with a portion; on a GPU, enqueue that on the current stream."""
+        if portion in self._orders:
+            self._orders[portion].put(self._maps, self._choices)
+            self._done.add(portion)
+
+    def abandon(self) -> None:
+        """What was put in order of the refit under way counts for nothing."""
+        self._done.clear()
 
     def landing(self, module: str, parameter: str) -> torch.Tensor | None:
         """Where a parameter of a module lands, as it is loaded; None if in the live parameter as that is."""
@@ -168,32 +213,28 @@ class Making:
     @torch.no_grad()
     def make(self) -> None:
         """Once per refit, after all has landed; on a GPU, enqueued on the current stream."""
+        if self._expected is None:
+            self.expect({})
         if self._blank:
             torch._foreach_zero_(self._blank)
-        if self._orders is not None:
-            self._orders.put()
+        for portion in self._orders.keys() - self._done:
+            self.put_in_order(portion)
+        self._done.clear()
         for make in self._scales:
             make()
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
-    def _ordered(self) -> _Orders | None:
-        """Prepare what puts all matrices in order; notes the slot of each module's block scales."""
+    def _ordered(self, modules: Sequence[str]) -> _Orders:
+        """Prepare what puts all matrices of some modules in order."""
         jobs: list[Unordered] = []
         scales: list[tuple[torch.Tensor, int]] = []
-        dtypes = {
-            form.dtype
-            for _, form in self._modules.values()
-            if any(order.changed for order in form.orders.values())
-        }
-        if len(dtypes) > 1:
-            raise ValueError(f"layers compute in {dtypes}")
-        for module, (held, form) in self._modules.items():
+        for module in modules:
+            held, form = self._modules[module]
             for name, order in form.orders.items():
                 memory = flat_bytes(held[name])
-                slot = None
-                if order.changed:
-                    slot = self._slots[module, name] = len(self._slots)
+                slot = self._slots.get((module, name))
+                if slot is not None:
                     scales.append((memory, slot))
                 (*_, rows, count), dtype = form.loaded[name]
                 width = count * dtype.itemsize
@@ -201,8 +242,7 @@ class Making:
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
                     for matrix in memory.split(rows * width)
                 ]
-        maps = marlins_maps(dtypes.pop(), self._device) if dtypes else _no_maps(self._device)
-        return _Orders(jobs, scales, maps, self._device) if jobs else None
+        return _Orders(jobs, scales, self._device)
 
     def _derived(self) -> list[Callable[[], None]]:
         """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
@@ -262,8 +302,12 @@ class Making:
         if formula is Formula.WEIGHT:
             made = self._largest(weights)
         elif formula is Formula.MARLIN:
-            assert self._orders is not None
-            made = self._orders.global_scales(self._largest(weights), slots, dtype)
+            from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+                nvfp4_marlin_process_global_scale,
+            )
+
+            whole: torch.Tensor = nvfp4_marlin_process_global_scale(self._largest(weights), dtype)
+            made = whole / self._maps.factors[self._choices[slots]]
         elif formula is Formula.INPUT:
             made = self._largest(inputs)
         elif formula is Formula.INVERSE_INPUT:
@@ -334,35 +378,28 @@ def _no_maps(device: torch.device) -> MarlinsMaps:
 
 
 class _Orders:
-    """Puts all matrices in their kernel's order, and changes those bytes that Marlin changes."""
+    """Puts some matrices in their kernel's order, and changes those bytes that Marlin changes.
+
+    Args:
+        jobs: of the matrices.
+        scales: block scales among them, and their slots.
+        device: of them.
+    """
 
     def __init__(
-        self,
-        jobs: Sequence[Unordered],
-        scales: Sequence[tuple[torch.Tensor, int]],
-        maps: MarlinsMaps,
-        device: torch.device,
+        self, jobs: Sequence[Unordered], scales: Sequence[tuple[torch.Tensor, int]], device: torch.device
     ) -> None:
-        self._maps = maps
         self._reordering = make_reordering(jobs, device)
-        self._finder = make_largest_bytes(scales, device) if scales else None
-        # The kernels want some memory, even where they read none of it.
-        self._found = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
-        self._choices = torch.zeros(max(1, len(scales)), dtype=torch.int32, device=device)
+        memory = [(one, number) for number, (one, _) in enumerate(scales)]
+        self._finder = make_largest_bytes(memory, device) if scales else None
+        self._slots = torch.tensor([slot for _, slot in scales], dtype=torch.int64, device=device)
+        self._found = torch.zeros(len(scales), dtype=torch.int32, device=device)
 
-    def put(self) -> None:
+    def put(self, maps: MarlinsMaps, choices: torch.Tensor) -> None:
         if self._finder is not None:
             self._finder.find(self._found)
-            torch.index_select(self._maps.powers, 0, self._found, out=self._choices)
-        self._reordering.launch(self._maps.maps, self._choices)
-
-    def global_scales(self, largest: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
-            nvfp4_marlin_process_global_scale,
-        )
-
-        made: torch.Tensor = nvfp4_marlin_process_global_scale(largest, dtype)
-        return made / self._maps.factors[self._choices[slots]]
+            choices.index_copy_(0, self._slots, maps.powers[self._found])
+        self._reordering.launch(maps.maps, choices)
 
 
 def any_bytes(loaded: Shapes, device: torch.device) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -344,20 +344,36 @@ def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
-def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
-    """Recompute what layers of ``model`` hold of weights beside their parameters.
+class DerivedState:
+    """What layers of ``model`` hold of weights beside their parameters.
 
-    Multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that is unquantized in
-    ``dtype``, and copies otherwise. And experts in FP8 blocks: see :func:`refresh_expert_scales`. And kernels of attention that
-    want sinks in FP32 (FlashInfer's): see :func:`copied_sinks`.
+    Multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that is unquantized in the model's dtype,
+    and copies otherwise. And experts in FP8 blocks: see :func:`refresh_expert_scales`. And kernels of attention that want sinks in FP32
+    (FlashInfer's): see :func:`copied_sinks`.
+
+    Which layers these are is found out once: to walk through all modules takes milliseconds, for which a refit would wait. What they
+    hold is looked for each time, since vLLM's own reload puts other tensors there.
     """
-    for copied, sinks in copied_sinks(model):
-        copied.copy_(sinks)
-    for module in model.modules():
-        if isinstance(module, MLAAttention):
-            refresh_absorbed_projections(module, dtype)
-        elif _is_fp8_experts(getattr(module, "quant_method", None)):
-            refresh_expert_scales(module)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._latent = [module for module in model.modules() if isinstance(module, MLAAttention)]
+        self._experts = [
+            module for module in model.modules() if _is_fp8_experts(getattr(module, "quant_method", None))
+        ]
+        self._with_sinks = with_sinks(model)
+
+    def refresh(self, dtype: torch.dtype) -> None:
+        """Recompute it from the parameters, of a model in ``dtype``.
+
+        Raises:
+            RefitError: as :func:`copied_sinks`.
+        """
+        for copied, sinks in copied_sinks(self._with_sinks):
+            copied.copy_(sinks)
+        for layer in self._latent:
+            refresh_absorbed_projections(layer, dtype)
+        for layer in self._experts:
+            refresh_expert_scales(layer)
 
 
 def _is_fp8_experts(method: object) -> bool:
@@ -399,7 +415,26 @@ def follow_parameters(layer: nn.Module, held: Mapping[str, torch.Tensor | None])
             tensor.copy_(parameter)
 
 
-def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:
+class Attending(NamedTuple):
+    """Attention with sinks, and the layer around it."""
+
+    name: str
+    holder: nn.Module
+    attention: Attention
+
+
+def with_sinks(model: nn.Module) -> list[Attending]:
+    """Attention of ``model`` whose kernel has sinks."""
+    return [
+        Attending(name, holder, attention)
+        for name, holder in model.named_modules()
+        for attention in holder.children()
+        if isinstance(attention, Attention)
+        and isinstance(getattr(attention.impl, "sinks", None), torch.Tensor)
+    ]
+
+
+def copied_sinks(attending: Iterable[Attending]) -> list[tuple[torch.Tensor, nn.Parameter]]:
     """Attention sinks that a kernel keeps for itself, each with the parameter that it was made of.
 
     The layer around the attention holds that parameter; vLLM makes the copy once, after loading.
@@ -408,22 +443,19 @@ def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:
         RefitError: the layer has no parameter, or several, of that shape.
     """
     found: list[tuple[torch.Tensor, nn.Parameter]] = []
-    for name, holder in model.named_modules():
-        for attention in holder.children():
-            sinks = getattr(getattr(attention, "impl", None), "sinks", None)
-            if not isinstance(attention, Attention) or not isinstance(sinks, torch.Tensor):
-                continue
-            held = list(holder.parameters(recurse=False))
-            if any(p.untyped_storage()._cdata == sinks.untyped_storage()._cdata for p in held):
-                continue
-            like = [p for p in held if p.shape == sinks.shape]
-            if len(like) != 1:
-                raise RefitError(
-                    f"{type(attention.impl).__name__} computes with a copy of the attention sinks of {name}, and which parameter it "
-                    "was made of can't be told, so it would keep old ones; start vLLM with another attention_backend",
-                    stage="trace",
-                )
-            found.append((sinks, like[0]))
+    for name, holder, attention in attending:
+        sinks = attention.impl.sinks
+        held = list(holder.parameters(recurse=False))
+        if any(p.untyped_storage()._cdata == sinks.untyped_storage()._cdata for p in held):
+            continue
+        like = [p for p in held if p.shape == sinks.shape]
+        if len(like) != 1:
+            raise RefitError(
+                f"{type(attention.impl).__name__} computes with a copy of the attention sinks of {name}, and which parameter it "
+                "was made of can't be told, so it would keep old ones; start vLLM with another attention_backend",
+                stage="trace",
+            )
+        found.append((sinks, like[0]))
     return found
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ....integration.quantize.nvfp4_checkpoint import packed_tensors
-from ....integration.weights.endpoints import WeightSource, rank_device
+from ....integration.weights.endpoints import Look, WeightSource, rank_device
 from ....integration.weights.manifest import TensorSpec
 from ....integration.weights.quantizing import packed_specs
 from .config import Linear, QATConfig, select
 from .layers import Quantizer
-from .scales import InputScales, WeightScales
+from .scales import AsSent, InputScales, WeightScales
 
 
 class QAT:
@@ -146,18 +146,16 @@ class QAT:
             )
         return self._inputs.calibration()
 
-    def prepare_export(
-        self, source: WeightSource | None = None, ahead: bool = False
-    ) -> Callable[[], torch.Tensor] | None:
+    def prepare_export(self, source: WeightSource | None = None, ahead: AsSent | None = None) -> Look | None:
         """Make all scales those to export with; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
         Args:
             source: that is exported from, which is prepared, too; if that fails on one rank, all raise. It tells the weights, so
                 that each is looked at once.
-            ahead: whether scales of the last :meth:`refresh` will do, if nothing tells of a write since.
+            ahead: if scales of the last :meth:`refresh` will do where nothing tells of a write since, what is looked at as it is sent.
 
         Returns:
-            If they did, what tells on this rank alone whether they are still those of its weights: as
+            If they did, what looks on this rank alone whether they are still those of its weights: as
             :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`.
 
         Raises:

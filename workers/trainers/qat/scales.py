@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ....integration.errors import RefitError
 from ....integration.packing.tables import FLOAT_DTYPES, MagnitudeTable
 from ....integration.quantize import nvfp4
 from ....integration.quantize.nvfp4_checkpoint import fused_module, input_module
-from ....integration.weights.endpoints import WeightSource, rank_device
+from ....integration.weights.endpoints import Look, WeightSource, rank_device
 
 
 def _maximum_over(
@@ -55,6 +56,34 @@ def _maximum_over(
     ) from failure
 
 
+class Found(NamedTuple):
+    """Largest magnitudes of weights that are exported in one dtype, as their encoding notes them.
+
+    Attributes:
+        dtype: of the export.
+        positions: int64 ``[weights]``, of their scales.
+        bits: int32, largest magnitudes in FP32 of these weights and others; 0 before anything is encoded.
+        places: int64 ``[weights]``, of these among them.
+    """
+
+    dtype: torch.dtype
+    positions: torch.Tensor
+    bits: torch.Tensor
+    places: torch.Tensor
+
+
+class AsSent(NamedTuple):
+    """Weights whose encoding looks at all that this rank holds of them.
+
+    Attributes:
+        weights: their names.
+        found: what it finds.
+    """
+
+    weights: frozenset[str]
+    found: Sequence[Found]
+
+
 _WRITTEN = "a weight was written after the last refresh()"
 _COMPUTING = "computing the global scales of the quantized weights"
 
@@ -81,14 +110,12 @@ class WeightScales:
         self.names = sorted(set(map(fused_module, weights)))
         self._position = {name: i for i, name in enumerate(self.names)}
         self._amax: torch.Tensor | None = None
-        self._held = _Held({}, rank_device())
-        # Of what is held, and where it lay then; no table where no GPU can read it.
-        self._table: tuple[list[int], MagnitudeTable | None] = [], None
+        self._held = _Held({}, rank_device(), 0)
+        # Of all that is held, and of what is not looked at as it is sent.
+        self._all, self._rest = _Magnitudes(), _Magnitudes()
         self._storage: object = None
         # By name, of what this rank holds, as it was at the last refresh; None before the first.
         self._seen: torch.Tensor | None = None
-        # Whether it was still so as it was sent, until that is heard.
-        self._told: torch.Tensor | None = None
         # Of what counts the versions of what is held.
         self._versions: dict[int, int] = {}
         self._stale = "they have not been computed yet"
@@ -104,8 +131,8 @@ class WeightScales:
 
     def forget(self) -> None:
         """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
-        self._held, self._storage, self._versions = _Held({}, rank_device()), None, {}
-        self._table = [], None
+        self._held, self._storage, self._versions = _Held({}, rank_device(), 0), None, {}
+        self._all, self._rest = _Magnitudes(), _Magnitudes()
 
     def refresh(self) -> None:
         """Compute them anew; one collective of all trainer ranks.
@@ -119,8 +146,11 @@ class WeightScales:
         )
 
     def refresh_for_export(
-        self, inputs: InputScales | None, source: WeightSource | None = None, ahead: bool = False
-    ) -> Callable[[], torch.Tensor] | None:
+        self,
+        inputs: InputScales | None,
+        source: WeightSource | None = None,
+        ahead: AsSent | None = None,
+    ) -> Look | None:
         """As :meth:`refresh`, in one collective with more that an export needs.
 
         What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
@@ -129,17 +159,18 @@ class WeightScales:
             inputs: scales to make those of all ranks.
             source: that is exported from, whose preparation may fail on one rank alone; the same parameters are looked at through it,
                 and not once more through the own one.
-            ahead: whether this rank's weights may be taken for what they were at the last refresh, if nothing tells otherwise.
+            ahead: to take this rank's weights for what they were at the last refresh, if nothing tells otherwise: which of them are
+                looked at as they are sent.
 
         Returns:
-            If they were, what tells whether they are, bool ``[]``; it is no collective.
+            If they were, what looks whether they are; it is no collective.
 
         Raises:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
         """
         count = len(self.names)
-        self._hear()
-        seen = self._seen if ahead and not self._stale and not self._written(self._held.counters) else None
+        known = ahead is not None and not self._stale and not self._written(self._held.counters)
+        seen = self._seen if known else None
 
         def work() -> torch.Tensor:
             ready = self._prepared(source)
@@ -157,7 +188,7 @@ class WeightScales:
         self._take(shared[:count])
         if inputs is not None:
             inputs.take(shared[count:])
-        return None if seen is None else partial(self._still, seen, source or self._source)
+        return None if seen is None else partial(self._look_again, seen, source or self._source, ahead)
 
     def _take(self, amax: torch.Tensor) -> None:
         """Let the weights' largest magnitudes over all ranks be the scales from now on."""
@@ -180,13 +211,11 @@ class WeightScales:
         The version of a shard does not rise where its DTensor is written, and that of neither where a checkpoint is loaded by
         ``torch.distributed.checkpoint.load``.
         """
-        self._hear()
-        if not self._stale and self._held.views and not torch.equal(self._largest(), self._seen):
+        if not self._stale and self._held.counters and not torch.equal(self._largest(), self._seen):
             self.now_stale(_WRITTEN)
 
     def check_versions(self, positions: tuple[int, ...]) -> None:
         """Have the next use fail if a parameter behind these scales was written in place since the refresh."""
-        self._hear()
         if not self._stale and self._written(self._held.behind(positions)):
             self.now_stale(_WRITTEN)
 
@@ -217,25 +246,47 @@ class WeightScales:
     def _local(self, source: WeightSource) -> torch.Tensor:
         """The largest magnitudes of what this rank holds, through a source that has been prepared."""
         self._versions = self._look_at(source)
-        self._seen, self._told = self._largest(), None
+        self._seen = self._largest()
         return self._seen
 
-    def _still(self, seen: torch.Tensor, source: WeightSource) -> torch.Tensor:
-        """Whether the largest magnitudes of what this rank holds are what they were; the next use fails, or finds them out anew, if not."""
-        self._versions = self._look_at(source)
-        self._told = (self._largest() == seen).all()
-        return self._told
+    def _look_again(self, seen: torch.Tensor, source: WeightSource, as_sent: AsSent) -> Callable[[], bool]:
+        """Look at what this rank holds, but for what is looked at as it is sent; returns what compares all once it has been sent."""
+        versions = self._look_at(source)
+        views, places, skipped = self._held.besides(as_sent.weights)
+        now = self._by_name(self._rest.of(views), places)
+        return partial(self._still, seen, now, versions, skipped, as_sent.found)
 
-    def _hear(self) -> None:
-        """Take what the look of the last export has told; not before, since that would wait for the device in its middle."""
-        told, self._told = self._told, None
-        if told is not None and not told:
+    def _still(
+        self,
+        seen: torch.Tensor,
+        now: torch.Tensor,
+        versions: dict[int, int],
+        skipped: torch.Tensor,
+        as_sent: Sequence[Found],
+    ) -> bool:
+        """Whether the largest magnitudes of what this rank holds are what they were; the next use fails, or finds them out anew, if not.
+
+        ``now``: by name, 0 where ``skipped`` says that it was looked at as it was sent; ``versions`` before that.
+        """
+        for found in as_sent:
+            # Some encodings round before they look, and some do not.
+            largest = _finite_or_infinity(
+                found.bits[found.places].view(torch.float32).to(found.dtype).float()
+            )
+            largest = torch.where(skipped[found.positions], largest, 0.0)
+            now = now.scatter_reduce(0, found.positions, largest, "amax")
+            rounded = seen.to(found.dtype).float()[found.positions]
+            seen = torch.where(skipped, seen.scatter(0, found.positions, rounded), seen)
+        if not torch.equal(now, seen):
             self.now_stale(_WRITTEN)
+            return False
+        self._versions = versions
+        return True
 
     def _look_at(self, source: WeightSource) -> dict[int, int]:
         """Hold the views of ``source``; returns the versions of what counts them."""
         if (storage := source.storage_key()) != self._storage:
-            self._held, self._storage = _Held(self._views(source), source.device), storage
+            self._held, self._storage = _Held(self._views(source), source.device, len(self.names)), storage
         return {one: counter._version for one, counter in self._held.counters.items()}
 
     def _written(self, counters: Collection[int]) -> bool:
@@ -244,25 +295,15 @@ class WeightScales:
         return any(held[one]._version != self._versions.get(one) for one in counters)
 
     def _largest(self) -> torch.Tensor:
-        """By name, of the views, by one kernel for many; infinity where it is no number."""
-        views = self._held.views
-        amax = torch.zeros(len(self.names), dtype=torch.float32, device=self._held.places.device)
-        if not views:
-            return amax
-        # A trainer that leaves its GPU has its storages' memory elsewhere when it comes back.
-        addresses = [view.data_ptr() for view in views]
-        if self._table[0] != addresses:
-            self._table = addresses, _table_of(views)
-        if (table := self._table[1]) is not None:
-            largest = table.compute()
-        else:
-            with torch.no_grad():
-                each = torch._foreach_norm(views, torch.inf)
-            largest = torch.stack([one.to(rank_device(), torch.float32) for one in each])
-        largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        return amax.scatter_reduce_(0, self._held.places, largest.to(amax.device), "amax")
+        """By name, of all views; infinity where it is no number."""
+        views, places, _ = self._held.besides(frozenset())
+        return self._by_name(self._all.of(views), places)
 
-    def _views(self, source: WeightSource) -> dict[int, list[torch.Tensor]]:
+    def _by_name(self, largest: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        amax = torch.zeros(len(self.names), dtype=torch.float32, device=places.device)
+        return amax.scatter_reduce_(0, places, _finite_or_infinity(largest).to(places.device), "amax")
+
+    def _views(self, source: WeightSource) -> dict[int, list[tuple[str, torch.Tensor]]]:
         held, refused = source.fragments()
         unplaced = sorted(self._weights & refused.keys())
         if unplaced:
@@ -272,48 +313,94 @@ class WeightScales:
                 stage="quantize",
                 parameter=unplaced[0],
             )
-        views: dict[int, list[torch.Tensor]] = defaultdict(list)
+        views: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
         for fragment in held:
             if fragment.name in self._weights and fragment.view.numel():
-                views[self.position(fragment.name)].append(fragment.view)
+                views[self.position(fragment.name)].append((fragment.name, fragment.view))
         return dict(views)
+
+
+class _Magnitudes:
+    """Finds the largest magnitudes of views, by one kernel for many where this process's GPU can read all."""
+
+    def __init__(self) -> None:
+        # Where they lay when the table was made.
+        self._table: tuple[list[int], MagnitudeTable | None] = [], None
+
+    def of(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """FP32 ``[views]``."""
+        if not views:
+            return torch.zeros(0, dtype=torch.float32, device=rank_device())
+        # A trainer that leaves its GPU has its storages' memory elsewhere when it comes back.
+        addresses = [view.data_ptr() for view in views]
+        if self._table[0] != addresses:
+            self._table = addresses, _table_of(views)
+        if (table := self._table[1]) is not None:
+            return table.compute()
+        with torch.no_grad():
+            each = torch._foreach_norm(views, torch.inf)
+        return torch.stack([one.to(rank_device(), torch.float32) for one in each])
 
 
 class _Held:
     """What a rank holds of the quantized weights.
 
     Args:
-        views: of parameters, by the position of their scale.
+        views: of parameters, with the names of their weights, by the position of their scale.
         device: on which largest magnitudes are gathered.
+        scales: how many there are.
 
     Attributes:
         counters: what counts the versions of the views, by its identity.
     """
 
-    def __init__(self, views: Mapping[int, Sequence[torch.Tensor]], device: torch.device) -> None:
-        self.views = [view for found in views.values() for view in found]
-        self.places = torch.tensor(
-            [at for at, found in views.items() for _ in found], dtype=torch.int64, device=device
-        )
+    def __init__(
+        self, views: Mapping[int, Sequence[tuple[str, torch.Tensor]]], device: torch.device, scales: int
+    ) -> None:
         self._by_position = views
+        self._device = device
+        self._scales = scales
         # Experts are parts of few parameters.
-        self.counters = {id(base): base for base in map(_base, self.views)}
+        every = (view for found in views.values() for _, view in found)
+        self.counters = {id(base): base for base in map(_base, every)}
         self._of: dict[tuple[int, ...], frozenset[int]] = {}
+        self._besides: dict[frozenset[str], tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
 
     def behind(self, positions: tuple[int, ...]) -> Collection[int]:
         """Of :attr:`counters`, those of the views of these scales."""
         if positions not in self._of:
-            found = (view for at in positions for view in self._by_position.get(at, ()))
+            found = (view for at in positions for _, view in self._by_position.get(at, ()))
             self._of[positions] = frozenset(id(_base(view)) for view in found)
         return self._of[positions]
 
+    def besides(self, weights: frozenset[str]) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The views of all scales but those under which this rank holds nothing else than some weights.
 
-def _table_of(views: list[torch.Tensor]) -> MagnitudeTable | None:
+        Returns:
+            The views; int64 ``[views]``, the positions of their scales; bool ``[scales]``, which scales were left out.
+        """
+        if weights not in self._besides:
+            skipped = torch.zeros(self._scales, dtype=torch.bool)
+            for at, found in self._by_position.items():
+                skipped[at] = all(name in weights for name, _ in found)
+            left = [
+                (at, view) for at, found in self._by_position.items() for _, view in found if not skipped[at]
+            ]
+            places = torch.tensor([at for at, _ in left], dtype=torch.int64, device=self._device)
+            self._besides[weights] = [view for _, view in left], places, skipped.to(self._device)
+        return self._besides[weights]
+
+
+def _table_of(views: Sequence[torch.Tensor]) -> MagnitudeTable | None:
     """Of views that this process's GPU can read; None on a CPU, or where a view lies elsewhere."""
     device = rank_device()
     if device.type == "cuda" and all(v.device == device and v.dtype in FLOAT_DTYPES for v in views):
         return MagnitudeTable.build(views, device)
     return None
+
+
+def _finite_or_infinity(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 class InputScales:

@@ -7,8 +7,9 @@ each refit. Only the scalars lie in memory beside the parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from ....integration.quantize.formats import Codes, Nvfp4, Scales, WholeBlocks
 from ....integration.quantize.jobs import GlobalScale
 from ....integration.quantize.nvfp4_checkpoint import packed_names
 from ....integration.weights.endpoints import (
+    Look,
     WeightSource,
     Writes,
     gives_memory_back,
@@ -27,6 +29,7 @@ from ....integration.weights.endpoints import (
 from ....integration.weights.manifest import TensorSpec
 from ....integration.weights.quantizing import unfit
 from .model import QAT
+from .scales import AsSent, Found
 
 _FORMAT = Nvfp4()
 
@@ -44,6 +47,20 @@ class _Scalars:
     dtype: torch.dtype
     memory: torch.Tensor
     positions: torch.Tensor
+
+
+class _Scales(NamedTuple):
+    """Global scales of weights that are exported in one dtype.
+
+    Attributes:
+        scalars: of them.
+        weights: their names.
+        found: int32, the ``found`` of each (:class:`rlrefit.integration.quantize.jobs.GlobalScale`).
+    """
+
+    scalars: _Scalars
+    weights: Sequence[str]
+    found: torch.Tensor
 
 
 class PackedSource:
@@ -66,8 +83,9 @@ class PackedSource:
         self._global_scales: dict[str, GlobalScale] = {}
         self._input_scales: dict[str, torch.Tensor] = {}
         # Of these, as :meth:`prepare` needs it.
-        self._weight_scalars: list[_Scalars] = []
+        self._weight_scalars: list[_Scales] = []
         self._input_scalars: list[_Scalars] = []
+        self._as_sent = AsSent(frozenset(), ())
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
         self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
@@ -108,11 +126,25 @@ class PackedSource:
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
     def prepare(self) -> None:
-        self._prepare(ahead=False)
+        self._prepare(None)
 
-    def prepare_ahead(self) -> Callable[[], torch.Tensor] | None:
+    def prepare_ahead(self) -> Look | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`: by the scales of the last refresh."""
-        return self._prepare(ahead=True)
+        for scales in self._weight_scalars:
+            scales.found.zero_()
+        return self._prepare(self._as_sent)
+
+    def encodes_all_of(self, names: frozenset[str]) -> None:
+        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.encodes_all_of`."""
+        of_all: list[str] = []
+        found: list[Found] = []
+        for scalars, weights, bits in self._weight_scalars:
+            places = {weight: n for n, weight in enumerate(weights) if packed_names(weight).weight in names}
+            if places:
+                at = torch.tensor([*places.values()], dtype=torch.int64, device=self.device)
+                found.append(Found(scalars.dtype, self._qat.positions([*places]), bits, at))
+                of_all += places
+        self._as_sent = AsSent(frozenset(of_all), found)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
@@ -129,14 +161,14 @@ class PackedSource:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
         return writes_by(self._source)
 
-    def _prepare(self, ahead: bool) -> Callable[[], torch.Tensor] | None:
-        ask = self._qat.prepare_export(self._source, ahead)
+    def _prepare(self, ahead: AsSent | None) -> Look | None:
+        look = self._qat.prepare_export(self._source, ahead)
         with torch.no_grad():
-            for scalars in self._weight_scalars:
+            for scalars, *_ in self._weight_scalars:
                 scalars.memory.copy_(self._qat.scales_at(scalars.positions, scalars.dtype))
             for scalars in self._input_scalars:
                 scalars.memory.copy_(self._qat.input_scales_at(scalars.positions))
-        return ask
+        return look
 
     def _packed(self, fragment: Fragment) -> Iterator[Fragment]:
         names, dtype = packed_names(fragment.name), self._dtypes[fragment.name]
@@ -166,8 +198,11 @@ class PackedSource:
                 of_dtype[self._dtypes[weight]].append(weight)
         for dtype, fresh in of_dtype.items():
             memory = self._memory(len(fresh))
-            self._weight_scalars.append(_Scalars(dtype, memory, self._qat.positions(fresh)))
-            self._global_scales |= zip(fresh, map(GlobalScale, memory.unbind()), strict=True)
+            found = torch.zeros(len(fresh), dtype=torch.int32, device=self.device)
+            self._weight_scalars.append(
+                _Scales(_Scalars(dtype, memory, self._qat.positions(fresh)), fresh, found)
+            )
+            self._global_scales |= zip(fresh, map(GlobalScale, memory.unbind(), found.unbind()), strict=True)
             scaled = [weight for weight in fresh if packed_names(weight).input_scale in self._origin]
             if scaled:
                 memory = self._memory(len(scaled))
