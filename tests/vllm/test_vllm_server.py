@@ -20,6 +20,8 @@ from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
 from rlrefit.workers.engines.http_client import RefitClient
+from rlrefit.workers.engines.vllm import server
+from rlrefit.workers.engines.vllm.server import VllmServer
 from tests.megatron_trainers import CONFIG, RANKS, Trainers
 from tests.refit.meeting import join
 from tests.spawn import free_port
@@ -165,11 +167,19 @@ def served(checkpoints: tuple[str, str]) -> Iterator[Served]:
         trainers.do("close", MODEL)
 
 
+def by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmServer, "_refit_at_once", lambda *_: None)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
-    """Puts ``change`` before the client's calls of a path: it gets the path and the body, and returns those to ask with."""
+    """Puts ``change`` before the client's calls of a path: it gets the path and the body, and returns those to ask with.
+
+    The client then refits by the calls of vLLM, as where a server does not have ours.
+    """
 
     def put(path: str, change: Callable[[str, Any], tuple[str, Any]]) -> None:
+        by_calls(monkeypatch)
         ask = HttpCalls.ask
 
         def changed(self: HttpCalls, method: str, to: str, fields: Any = None, **how: Any) -> HttpAnswer:
@@ -192,19 +202,20 @@ def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served:
     assert served.end(whole) == undisturbed
 
 
-@pytest.mark.parametrize("clears", [True, False], ids=["as the client pauses", "paused with its caches kept"])
+@pytest.mark.parametrize("way", ["at once", "by vLLM's calls", "paused with its caches kept"])
 def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
-    served: Served, clears: bool, asked: Callable[..., None]
+    served: Served, way: str, asked: Callable[..., None]
 ):
     """Twice there and back; what keeps its caches while it is paused has old keys and values of the request."""
-    if not clears:
+    if way == "paused with its caches kept":
         asked("/pause", lambda path, fields: (f"{path}&clear_cache=false", fields))
 
     def poisoned(path: str, fields: Any) -> tuple[str, Any]:
         served.probe("probe_poison")
         return path, fields
 
-    asked("/update_weights", poisoned)
+    if way != "at once":
+        asked("/update_weights", poisoned)
     old, old_long = served.undisturbed[:TOKENS], served.complete(LONG_PROMPT)
     for index in (1, 0):
         so_far, whole = served.begin()
@@ -225,6 +236,38 @@ def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
             assert served.post("reset_prefix_cache").ok
             assert (served.complete(PROMPT, TOKENS), served.complete(LONG_PROMPT)) == (new, new_long)
         old, old_long = new, new_long
+
+
+def test_a_refit_is_one_call_unless_requests_are_waited_for_or_the_server_lacks_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    ask, paths = HttpCalls.ask, list[str]()
+
+    def noted(self: HttpCalls, method: str, path: str, *args: Any, **how: Any) -> HttpAnswer:
+        paths.append(path)
+        return ask(self, method, path, *args, **how)
+
+    def refit(index: int, **how: Any) -> list[str]:
+        served.version += 1
+        sending = served.trainers.start("refit", MODEL, index, served.version)
+        paths.clear()
+        [record] = served.client.refit(served.version, **how)
+        asked_for = list(paths)
+        assert all(isinstance(record, dict) for record in sending.result())
+        assert record["version"] == served.version
+        assert served.probe("refit_parameter_digests") == served.digests[index]
+        assert not served.paused
+        return asked_for
+
+    monkeypatch.setattr(HttpCalls, "ask", noted)
+    assert refit(1) == ["/refit"]
+    assert "/refit" not in (of_vllm := refit(0, mode="wait"))
+    monkeypatch.setattr(server, "_AT_ONCE", "/refit_of_another_release")
+    assert refit(1) == ["/refit_of_another_release", *(path.replace("wait", "keep") for path in of_vllm)]
+    assert served.post("refit", {"version": served.version}).status_code == 500
+    assert not served.paused
+    assert refit(0) == [path.replace("wait", "keep") for path in of_vllm]
+    served.client._engine._at_once = True  # type: ignore[union-attr]
 
 
 def test_an_update_that_was_opened_and_brought_nothing_is_opened_again(served: Served):

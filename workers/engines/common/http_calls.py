@@ -19,6 +19,10 @@ STAGE = "http"
 _REDIRECTIONS = (301, 302, 303, 307, 308)
 
 
+class NotReached(RefitError):
+    """Nothing listens at the server's address, so that nothing was asked of it."""
+
+
 @dataclass(frozen=True)
 class HttpAnswer:
     """What a server answered.
@@ -109,7 +113,8 @@ class HttpCalls:
         # An HTTPException comes from a server that ends before it has answered.
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
-            raise RefitError(
+            kind = NotReached if isinstance(reason, ConnectionRefusedError) else RefitError
+            raise kind(
                 f"the server at {self.url} did not answer {name}: {reason}. It may have ended. Weights that were written in part "
                 "are not served",
                 stage=STAGE,

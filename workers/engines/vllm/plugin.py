@@ -14,7 +14,7 @@ from .patches import (
     BACKEND,
     accept_backend,
     keep_tokens_of_preempted_requests,
-    pause_until_outputs_are_processed,
+    shorten_refits,
     stay_paused_while_asleep,
     watch_weight_updates,
 )
@@ -36,7 +36,7 @@ def register() -> None:
         keep_tokens_of_preempted_requests,
         stay_paused_while_asleep,
         watch_weight_updates,
-        pause_until_outputs_are_processed,
+        shorten_refits,
     ):
         try:
             prepare()

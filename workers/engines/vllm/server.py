@@ -1,4 +1,4 @@
-"""A vLLM server, refitted over HTTP by the calls of its own weight transfer.
+"""A vLLM server, refitted over HTTP by one call of ours, or by those of its own weight transfer.
 
 A refit pauses the server, opens an update, receives the weights, closes the update, and resumes. vLLM's core refuses the update while
 requests run, and drops what the old weights made (:func:`~.patches.watch_weight_updates`).
@@ -7,7 +7,7 @@ requests run, and drops what the old weights made (:func:`~.patches.watch_weight
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from ....integration.config import RefitConfig
@@ -15,7 +15,7 @@ from ....integration.control import Rendezvous
 from ....integration.control.channel import refusals_told
 from ....integration.errors import EngineDirty, RefitError
 from ..common.answers import heard, raise_refit_errors
-from ..common.http_calls import STAGE, HttpAnswer, HttpCalls
+from ..common.http_calls import STAGE, HttpAnswer, HttpCalls, NotReached
 from .driver import PauseMode, one_version
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,25 @@ logger = logging.getLogger(__name__)
 COMMAND = 'VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config \'{"backend": "rlrefit"}\', with rlrefit installed beside vLLM'
 # What all workers of rlrefit answer at any time.
 _ASLEEP = "refit_asleep"
+# The path of :mod:`.refit_route`, which needs vLLM to be imported.
+_AT_ONCE = "/refit"
 # Seconds for the calls that follow a failed one.
 _AFTERWARDS_S = 30.0
+
+
+@dataclass
+class _SoFar:
+    """How far a refit has come.
+
+    Attributes:
+        asked: whether the server was asked to change anything.
+        was_paused: whether it was paused before.
+        sent: whether an update may have been opened.
+    """
+
+    asked: bool = False
+    was_paused: bool = False
+    sent: bool = False
 
 
 class VllmServer:
@@ -45,6 +62,8 @@ class VllmServer:
         self._http = http
         # Seconds for the calls in which the workers wait for the trainer; none before they have met one.
         self._limit_s: float | None = None
+        # Whether the server has :mod:`.refit_route`, as far as is known.
+        self._at_once = True
         self.unusable: BaseException | None = None
         if http.ask("GET", "/is_paused").status == 404:
             raise RefitError(
@@ -137,27 +156,56 @@ class VllmServer:
             )
         if self._limit_s is None:
             raise RefitError("no trainer has been met; call join_refit first", stage="handshake")
-        paused = self._is_paused()
         earlier = self.unusable
         # So that an exception of any kind, an interrupt too, leaves a server that is known to be unusable.
         self.unusable = RefitError(f"refit {version} was interrupted", stage="commit")
-        sent = False
+        so_far = _SoFar()
         try:
-            # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
-            if not (paused and self._asleep()):
-                self._post(f"/pause?mode={mode}")
-            self._post("/start_weight_update", {})
-            sent = True
-            self._post("/update_weights", {"update_info": {"version": version}}, self._limit_s)
-            self._post("/finish_weight_update")
-            records = self.records()
-            self._post("/resume")
+            records = self._refit_at_once(version, mode, so_far)
+            if records is None:
+                records = self._refit_by_calls(version, mode, so_far)
         except RefitError as error:
-            whole = earlier is None and self._holds_older(version, sent)
-            goes_on = whole and (paused or self._goes_on())
+            if not so_far.asked:
+                self.unusable = earlier
+                raise
+            whole = earlier is None and self._holds_older(version, so_far.sent)
+            goes_on = whole and (so_far.was_paused or self._goes_on())
             self.unusable = None if goes_on else error
             raise
         self.unusable = None
+        return records
+
+    def _refit_at_once(self, version: int, mode: PauseMode, so_far: _SoFar) -> list[dict[str, Any]] | None:
+        """By one call; None of a server that does not have it. Not where requests are waited for, which has a limit of its own."""
+        if not self._at_once or mode == "wait":
+            return None
+        # Until the server tells how far it came.
+        so_far.asked = so_far.sent = True
+        fields = {"version": version, "mode": mode}
+        try:
+            answer = self._http.ask("POST", _AT_ONCE, fields, timeout_s=self._limit_s)
+        except NotReached:
+            so_far.asked = False
+            raise
+        if answer.status == 404:
+            self._at_once = so_far.asked = so_far.sent = False
+            return None
+        so_far.sent = bool(answer.content.get("sent", True))
+        so_far.was_paused = bool(answer.content.get("was_paused", False))
+        return raise_refit_errors(self._checked(f"POST {_AT_ONCE}", answer)["results"])
+
+    def _refit_by_calls(self, version: int, mode: PauseMode, so_far: _SoFar) -> list[dict[str, Any]]:
+        so_far.was_paused = self._is_paused()
+        so_far.asked = True
+        # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
+        if not (so_far.was_paused and self._asleep()):
+            self._post(f"/pause?mode={mode}")
+        self._post("/start_weight_update", {})
+        so_far.sent = True
+        self._post("/update_weights", {"update_info": {"version": version}}, self._limit_s)
+        self._post("/finish_weight_update")
+        records = self.records()
+        self._post("/resume")
         return records
 
     def records(self) -> list[dict[str, Any]]:

@@ -1,0 +1,54 @@
+"""``POST /refit`` of a vLLM server in development mode: a whole refit in one call.
+
+Over vLLM's own calls a refit takes seven, each of which costs milliseconds that the trainer waits for.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.entrypoints.serve.rlhf.api_router import engine_client, router
+from vllm.v1.engine.exceptions import EngineDeadError
+
+PATH = "/refit"
+
+
+def offer() -> None:
+    """Add the route to those that a server of this process will have."""
+    if all(getattr(route, "path", "") != PATH for route in router.routes):
+        router.post(PATH)(refit)
+
+
+async def refit(raw_request: Request) -> JSONResponse:
+    """Pause, receive the weights, and resume.
+
+    The body has ``version`` and ``mode`` of the pause. The answer has ``results``, the workers' records. That of a failure has
+    ``was_paused``, and ``sent``, whether an update was opened: then the server stays as it is.
+    """
+    asked: dict[str, Any] = await raw_request.json()
+    llm: Any = engine_client(raw_request)
+    so_far = {"was_paused": await llm.is_paused(), "sent": False}
+    try:
+        # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
+        if not (so_far["was_paused"] and await _asleep(llm)):
+            await llm.pause_generation(mode=asked["mode"])
+        await llm.start_weight_update()
+        so_far["sent"] = True
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": asked["version"]}))
+        await llm.finish_weight_update()
+        records = await llm.collective_rpc("refit_record")
+        await llm.resume_generation()
+    except EngineDeadError:
+        raise  # vLLM's server ends then
+    except Exception as error:  # whatever it is: the client has to hear how far it came
+        content = {"error": {"message": str(error)}, **so_far}
+        return JSONResponse(content, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return JSONResponse({"results": records})
+
+
+async def _asleep(llm: Any) -> bool:
+    return any(answer["asleep"] for answer in await llm.collective_rpc("refit_asleep"))
