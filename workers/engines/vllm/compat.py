@@ -189,18 +189,17 @@ _OUTPUTS = (
 )
 # By which a process of ours is known to make an engine, whose pauses then wait for outputs in the place of a time.
 PAUSING = (Needed("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),)
-# Of the server's process, which then offers a refit in one call.
-SERVER = (
-    Needed("vllm.entrypoints.serve.rlhf.api_router", "router"),
-    Needed("vllm.entrypoints.serve.rlhf.api_router", "engine_client"),
+# By which a server's process refits in one call.
+REFITTING = (
+    Needed("fastapi", "FastAPI.include_router", ("router",)),
     Needed("vllm.distributed.weight_transfer.base", "WeightTransferUpdateRequest", ("update_info",)),
     Needed("vllm.v1.engine.exceptions", "EngineDeadError"),
-    Needed(f"{_ASYNC}", "AsyncLLM.pause_generation", ("mode",)),
-    Needed(f"{_ASYNC}", "AsyncLLM.start_weight_update"),
-    Needed(f"{_ASYNC}", "AsyncLLM.update_weights", ("request",)),
-    Needed(f"{_ASYNC}", "AsyncLLM.finish_weight_update"),
-    Needed(f"{_ASYNC}", "AsyncLLM.resume_generation"),
-    Needed(f"{_ASYNC}", "AsyncLLM.is_paused"),
+    Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
+    Needed(_ASYNC, "AsyncLLM.start_weight_update"),
+    Needed(_ASYNC, "AsyncLLM.update_weights", ("request",)),
+    Needed(_ASYNC, "AsyncLLM.finish_weight_update"),
+    Needed(_ASYNC, "AsyncLLM.resume_generation"),
+    Needed(_ASYNC, "AsyncLLM.is_paused"),
 )
 # What drivers use of vllm.LLM.
 SCRIPT = (

@@ -10,7 +10,7 @@ what is changed                                 why                             
 ``EngineCore.collective_rpc``                   vLLM's own weight updates leave what old weights made    plug-in
 ``EngineCoreClient.make_async_mp_client``,      a pause would wait 20 ms, in each refit                  plug-in
 ``AsyncLLM.pause_generation`` [6]_
-the server's routes in development mode [6]_    a refit would take seven calls (:mod:`.refit_route`)     plug-in
+``FastAPI.include_router`` [6]_                 a refit would take seven calls (:mod:`.refit_route`)     plug-in
 ``Worker.load_model``                           weights are guarded from the moment they are loaded      worker [2]_
 ``_custom_ops._supports_onednn`` (CPU)          packed weights have no bytes that can be written         worker
 ``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU) [4]_    the fallback of experts fails outside of construction    worker
@@ -47,7 +47,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ....integration.errors import RefitError
 from ..common.answers import REFIT_ERROR, answer, told
-from .compat import CPU_EXPERTS, CPU_LINEAR, PAUSING, SERVER, has, require_core, require_supported_runner
+from .compat import CPU_EXPERTS, CPU_LINEAR, PAUSING, REFITTING, has, require_core, require_supported_runner
 from .connectors import require_droppable_caches
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ DROPPED = "refit_caches_dropped"
 # An engine core's attribute: what it keeps of old weights, as text; missing or empty if nothing.
 KEPT = "_kept_of_old_weights"
 _MARK = "_patched_by_rlrefit"
-_SERVER = "vllm.entrypoints.openai.api_server"
 # What a request's constructor sets, where vLLM discards a token whether or not one is in flight.
 _DISCARD = "discard_latest_async_tokens"
 _UPDATE = "update_weights"
@@ -249,8 +248,8 @@ def _require_nothing_kept(core: Any) -> None:
 def shorten_refits() -> None:
     """Let a pause of our engines end as soon as all outputs of before have been processed, and their servers refit in one call.
 
-    vLLM gives outputs 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed, and the server's
-    routes are, once a process makes one of our engines: workers and cores need not load them.
+    vLLM gives outputs 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed, and what adds a
+    server's routes, once a process makes one of our engines: workers and cores need not load them.
     """
     if not has(PAUSING):
         return
@@ -264,11 +263,9 @@ def shorten_refits() -> None:
     def make_async_mp_client(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(vllm_config):
             _pause_by_outputs()
-        # Servers make their engine first, and their routes then.
-        if _has_our_backend(vllm_config) and _SERVER in sys.modules and has(SERVER):
-            from .refit_route import offer
-
-            offer()
+        # A server makes its engine first, and then its routes.
+        if _has_our_backend(vllm_config) and "fastapi" in sys.modules and has(REFITTING):
+            _refit_in_one_call()
         return original(vllm_config, *args, **kwargs)
 
     _patch(EngineCoreClient, "make_async_mp_client", staticmethod(make_async_mp_client))
@@ -299,6 +296,26 @@ def _pause_by_outputs() -> None:
             await original(_Instead(llm, engine_core=core), *args, **kwargs)
 
     _patch(AsyncLLM, "pause_generation", pause_generation)
+
+
+def _refit_in_one_call() -> None:
+    from fastapi import FastAPI
+
+    from . import refit_route
+
+    original = FastAPI.include_router
+    if _is_patched(original):
+        return
+
+    @functools.wraps(original)
+    def include_router(app: Any, router: Any, *args: Any, **kwargs: Any) -> None:
+        paths = {getattr(route, "path", "") for route in router.routes}
+        # Beside vLLM's own calls for weights, whose module has had three names.
+        if f"/{_UPDATE}" in paths and refit_route.PATH not in paths:
+            router.post(refit_route.PATH)(refit_route.refit)
+        original(app, router, *args, **kwargs)
+
+    _patch(FastAPI, "include_router", include_router)
 
 
 def _ends_with_sleep(function: Callable[..., Any]) -> bool:

@@ -11,16 +11,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-from vllm.entrypoints.serve.rlhf.api_router import engine_client, router
 from vllm.v1.engine.exceptions import EngineDeadError
 
 PATH = "/refit"
-
-
-def offer() -> None:
-    """Add the route to those that a server of this process will have."""
-    if all(getattr(route, "path", "") != PATH for route in router.routes):
-        router.post(PATH)(refit)
 
 
 async def refit(raw_request: Request) -> JSONResponse:
@@ -30,7 +23,7 @@ async def refit(raw_request: Request) -> JSONResponse:
     ``was_paused``, and ``sent``, whether an update was opened: then the server stays as it is.
     """
     asked: dict[str, Any] = await raw_request.json()
-    llm: Any = engine_client(raw_request)
+    llm: Any = raw_request.app.state.engine_client
     so_far = {"was_paused": await llm.is_paused(), "sent": False}
     try:
         # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
