@@ -78,12 +78,12 @@ class _ClosedUnopened(Exception):
 
 
 class Connection:
-    """Sends one request at a time and receives its answer, each within a limit; safe to share between threads.
+    """Sends one request at a time and receives its answer, each within a limit; safe to share between threads. What ends a rank does not
+    wait for another thread's request, nor for an answer then.
 
     When a wait runs out, the server answers so. A server that does not answer at all (its host is frozen) gets the wait and a
     few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts, or signals
-    interrupt the wait. A signal's handler that runs within a request may give up or leave, as another thread may; what else the handler
-    asks for is refused.
+    interrupt the wait. A signal's handler that runs within a request may give up or leave; what else it asks for is refused.
 
     Attributes:
         address: this host's own, on its way to the rendezvous.
@@ -109,6 +109,8 @@ class Connection:
         self._timeout_s = timeout_s
         # A thread may come to it twice: in the handler of a signal, in the middle of a request.
         self._lock = threading.RLock()
+        # A frame at a time, if not all of them are of one thread.
+        self._sending = threading.RLock()
         self._broken = ""
         # Requests whose answers have not been read: what comes is for the first of them.
         self._unanswered = 0
@@ -179,7 +181,8 @@ class Connection:
             self._deadline = time.monotonic() + limit_s
             if limit_s != self._set_limit_s:
                 self._limit(limit_s)
-            self._send(self._ours.frame(body))
+            with self._sending:
+                self._send(self._ours.frame(body))
             # Rank 0 shares the interpreter with the server, which could not run meanwhile.
             if op is Op.MEET and self._rank:
                 self._look_for_answer()
@@ -203,12 +206,17 @@ class Connection:
         request."""
         if op not in _LAST:
             self._lost(stage, "an earlier request was interrupted, and what comes may be its answer")
-        self._unanswered += 1
+        if not self._sending.acquire(timeout=_ELSEWHERE_S):
+            self._break("another thread's request could not be sent to its end")
+            self._lost(stage, self._broken)
         try:
+            self._unanswered += 1
             self._send(self._ours.frame(body))
         except OSError as error:
             self._break(f"the connection ended: {error}")
             self._lost(stage, self._broken)
+        finally:
+            self._sending.release()
         return Status.OK, []
 
     def close(self) -> None:

@@ -28,7 +28,17 @@ from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
 from ..layout import Axes, Box, Fragment, coverage_gap
-from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
+from ..plan import (
+    GLOO_PACE,
+    NCCL_PACE,
+    ONE_SIDED_PACE,
+    BroadcastPlan,
+    Pace,
+    Plan,
+    Topology,
+    analyse,
+    plan_broadcast,
+)
 from ..quantize.formats import Format
 from ..records.clock import StageClock
 from ..transport import ONE_SIDED, TransferResult, choose
@@ -36,7 +46,6 @@ from ..transport.m2n import Carried, ReshardPlan, carry
 from ..transport.streams import working_on
 from ..weights.endpoints import (
     Look,
-    PreparesAhead,
     WeightDestination,
     WeightSource,
     gives_memory_back,
@@ -70,6 +79,7 @@ logger = logging.getLogger(__name__)
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
 _MOST_URGENT_BYTES = 128 << 20
+_NOTHING: frozenset[str] = frozenset()
 
 
 class Way(NamedTuple):
@@ -143,6 +153,8 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
+        # Names of what is encoded of what this rank holds, and sent wholly by it.
+        self._wholly = _NOTHING
         # Of a source that was prepared by what its weights were, and what tells of the look whether they still are.
         self._look: Look | None = None
         self._answer: Callable[[], bool] | None = None
@@ -206,7 +218,7 @@ class RefitEngine:
             topology=Topology.of_hosts([place.host for place in places], [place.device for place in places]),
             # One-sided or by whole tensors, every sender reaches every receiver, and none passes anything on.
             fan_out=False if self._chosen[0] in (*ONE_SIDED, "m2n") else None,
-            pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
+            pace=self._pace,
         )
         self.manifest = self.analysis.manifest
         self._axes = self.analysis.seen.axes
@@ -227,6 +239,12 @@ class RefitEngine:
             self.plan = ReshardPlan.of(cast(Plan, self.plan), carried)
         # With what is checked, since a checksum that one side writes has to be read by the other.
         agree_on_plan(self.channel, digest + self.config.verify, pairs)
+
+    @property
+    def _pace(self) -> Pace:
+        if self._chosen[0] in ONE_SIDED:
+            return ONE_SIDED_PACE
+        return NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE
 
     def _carried(self, fragments: Sequence[Fragment], table: SpecTable) -> Carried:
         """What ``nccl.m2n`` carries, from what all ranks hold, and from what each of them computes as it packs it."""
@@ -275,7 +293,9 @@ class RefitEngine:
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
-        self._expect(fragments)
+        if not self.way.all_misc and self.world.is_source and isinstance(self.plan, Plan):
+            self._wholly = _wholly_sent(fragments, self.plan)
+        self._expect()
         self._watch_scales(fragments)
         self._storage = self._storage_now()
         misc = self.manifest.specs("misc")
@@ -376,7 +396,7 @@ class RefitEngine:
         )
         if self._bulk is not None:
             self._bulk.bind(fragments)
-            self._expect(fragments)
+            self._expect()
         if self._shared_scales is not None:
             self._shared_scales.bind(fragments)
         storage = self._storage_now()
@@ -388,14 +408,10 @@ class RefitEngine:
             return 0
         return DENSE if moved else self._bulk.lost()
 
-    def _expect(self, fragments: Sequence[Fragment]) -> None:
-        """Tell an engine that works on portions what lands when, and a trainer that prepares ahead what is encoded of what it holds."""
-        bulk, source = self._bulk, self._endpoint
+    def _expect(self) -> None:
+        """Tell an engine that works on portions what lands when."""
         if (engine := working_on_portions(self._endpoint)) is not None:
-            engine.expect({} if bulk is None else bulk.portions)
-        if isinstance(source, PreparesAhead):
-            plan = self.plan if bulk is not None and bulk.always_encodes else None
-            source.encodes_all_of(_wholly_sent(fragments, plan) if isinstance(plan, Plan) else frozenset())
+            engine.expect({} if self._bulk is None else self._bulk.portions)
 
     def prepare_source(self) -> None:
         """Trainer ranks: finish the weights, before any rank sends.
@@ -403,7 +419,8 @@ class RefitEngine:
         Raises:
             RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
         """
-        prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint))
+        encoded = self._wholly if self._bulk is not None and self._bulk.always_encodes else _NOTHING
+        prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint), encoded)
         if self._waits_on_host and not prepares_alone(self._endpoint):
             self._look = self._thread.run(prepare, "export")
         else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -29,15 +30,27 @@ from .schedule import Matrix, round_index
 
 # A segment before it has its place in a message: (name, box, bytes).
 _Unplaced = tuple[str, Box, int]
+# The same with the position of its weight in the specs in place of the name.
+_Listed = tuple[int, Box, int]
 
 
 @dataclass
 class _Pairs:
-    """What every pair that concerns a rank exchanges, in the order that both ends know."""
+    """What every pair that concerns a rank exchanges."""
 
     names: Sequence[str]
     classes: Sequence[TensorClass]
-    of: dict[tuple[int, int], list[_Unplaced]]
+    of: dict[tuple[int, int], list[_Listed]]
+
+    def in_order(self) -> Iterator[tuple[tuple[int, int], Iterator[_Unplaced]]]:
+        """Each pair's segments in an order that both ends know: that of the specs.
+
+        What belongs together then travels together: codes with their scales, which are made by reading a weight once, and the
+        weights of a layer, on which an engine can work once it has all of them.
+        """
+        for pair, listed in sorted(self.of.items()):
+            listed.sort(key=itemgetter(0))
+            yield pair, ((self.names[position], box, nbytes) for position, box, nbytes in listed)
 
     def add(self, assignment: Assignment, number: int, receiver: int, source: int | None) -> None:
         """Add the segments of a replica set for a receiver, or those that ``source`` sends of them."""
@@ -51,7 +64,7 @@ class _Pairs:
             positions = members[chosen].tolist()
             ends = zip(sources[here][chosen].tolist(), targets[here][chosen].tolist(), strict=True)
             for position, pair in zip(positions, ends, strict=True):
-                self.of[pair].append((self.names[position], box, nbytes))
+                self.of[pair].append((position, box, nbytes))
 
 
 def compile_rank(
@@ -80,7 +93,7 @@ def compile_rank(
     sends: dict[int, list[Message]] = defaultdict(list)
     receives: dict[int, list[Message]] = defaultdict(list)
     pair_digests: dict[tuple[int, int], str] = {}
-    for (source, target), listed in sorted(pairs.of.items()):
+    for (source, target), listed in pairs.in_order():
         block = int(blocks[source, target - train_ranks])
         # What is passed on keeps its checksum with it, and is read where it arrived.
         passed_on = len(assignment.receivers[assignment.receiver_of(target)].ranks) > 1

@@ -45,6 +45,9 @@ class Pace:
 # One large message loads NCCL's wire best, and its rounds follow each other on streams.
 LARGE_SEGMENT = 32 << 20
 NCCL_PACE = Pace(LARGE_SEGMENT, most=None, buckets=2, ahead=0)
+# One side writes or reads the other's memory, and nothing is staged: no segment needs a message of its own, in which it would leave
+# its place in the order.
+ONE_SIDED_PACE = Pace(1 << 62, most=None, buckets=2, ahead=0)
 # Over gloo, messages of a few MiB that follow each other closely go fastest (on 2 cores, 336 MB from two ranks to one took
 # 136 to 196 ms in messages of 4 MiB, and 349 to 368 ms in one message each), and the host checks and unpacks some of
 # them meanwhile. What a sampled check adds up is then little.

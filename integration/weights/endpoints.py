@@ -123,17 +123,17 @@ class PreparesAhead(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it can prepare by what it found out after the last step, and look at its
     weights once more as they are sent."""
 
-    def prepare_ahead(self) -> Look | None:
+    def prepare_ahead(self, encoded: frozenset[str]) -> Look | None:
         """In place of :meth:`WeightSource.prepare`, and a collective where that is one.
+
+        Args:
+            encoded: names of fragments with an encoding of which this rank encodes all that it holds in the refit that follows. What
+                encodes them looks at them, too (:class:`..quantize.jobs.GlobalScale`). The same object while it tells the same.
 
         Returns:
             What looks at the weights as this rank sends. If they are not those that were known, the next call finds out anew, and all
             is sent again. None if it found out now.
         """
-
-    def encodes_all_of(self, names: frozenset[str]) -> None:
-        """Called whenever weights are bound: the names of fragments with an encoding of which each refit encodes, on this rank's device,
-        all that this rank holds. What encodes them looks at them, too (:class:`..quantize.jobs.GlobalScale`)."""
 
 
 # To be called once, as a rank sends; it waits for no other rank, nor for the device. Returns what to call once all has been sent, if it
@@ -141,10 +141,10 @@ class PreparesAhead(Protocol):
 Look = Callable[[], Callable[[], bool]]
 
 
-def prepare_ahead(source: WeightSource) -> Look | None:
+def prepare_ahead(source: WeightSource, encoded: frozenset[str]) -> Look | None:
     """Prepare a source, ahead if it can: :meth:`PreparesAhead.prepare_ahead`."""
     if isinstance(source, PreparesAhead):
-        return source.prepare_ahead()
+        return source.prepare_ahead(encoded)
     source.prepare()
     return None
 
@@ -160,7 +160,7 @@ class WorksOnPortions(Protocol):
 
     def expect(self, portions: Mapping[str, int]) -> None:
         """Called whenever weights are bound: by the name of a weight the portion of a refit with which the last of it lands. Names
-        that are not there land at the end of the refit, or are loaded."""
+        that are not there land at the end of the refit, or are loaded. The same object while it tells the same."""
 
     def landed(self, portion: int) -> None:
         """A portion has landed whole. Not called in each refit, nor with each portion: :meth:`WeightDestination.finish` does the rest. What

@@ -51,6 +51,13 @@ def test_every_wanted_element_is_written_once_with_its_own_value_and_nothing_els
                 expected[place] = numbers[place]
             np.testing.assert_array_equal(got[spec.name], expected)
     assert both_ends_agree(plans)
+    # What belongs together travels together.
+    position = {spec.name: n for n, spec in enumerate(world.specs)}
+    for plan in plans:
+        for pair in plan.pair_digests:
+            sent = [m for r in plan.sends + plan.receives for m in r if (m.source, m.destination) == pair]
+            listed = [position[s.name] for m in sorted(sent, key=lambda m: m.round_index) for s in m.segments]
+            assert listed == sorted(listed)
     assert all(plan.staging_bytes <= bucket for plan in plans)
     assert len({plan.digest for plan in plans}) == 1
     digests = Counter((pair, digest) for plan in plans for pair, digest in plan.pair_digests.items())

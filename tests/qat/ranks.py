@@ -133,23 +133,43 @@ def _written_behind(case: Case, model: Any, qat: Any) -> dict[str, str]:
     return found
 
 
-def _looks(rank: int, model: Any, source: Any, qat: Any) -> list[tuple[bool | None, float]]:
-    """What two exports in turn find out on this rank, and by which scale, once rank 1 has written a shard of its own without a word."""
+def _looks(rank: int, model: Any, source: Any, qat: Any) -> dict[str, list[tuple[bool | None, float]]]:
+    """What two exports in turn find out on this rank, and by which scale, once rank 1 has written a shard of its own without a word: by
+    a look at all weights, and by what encodes them."""
     from rlrefit.workers.trainers.qat.source import PackedSource
 
     name = "model.layers.0.self_attn.q_proj.weight"
     shard = model.get_parameter(name).to_local().data
     kept = shard.clone()
-    if rank == 1:
-        shard.mul_(100)
-    packed, found = PackedSource(source, qat), []
-    for _ in range(2):
-        look = packed.prepare_ahead()
-        scale = qat.scale(name, torch.float32).item()
-        found.append((None if look is None else look()(), scale))
-    shard.copy_(kept)
-    qat.refresh()
+    found: dict[str, list[tuple[bool | None, float]]] = {"read": [], "encoded": []}
+    for how, answers in found.items():
+        if rank == 1:
+            shard.mul_(100)
+        packed = PackedSource(source, qat)
+        made = [f for f in packed.fragments()[0] if f.encoding is not None]
+        encoded = frozenset(f.name for f in made) if how == "encoded" else frozenset[str]()
+        for _ in range(2):
+            look = packed.prepare_ahead(encoded)
+            scale = qat.scale(name, torch.float32).item()
+            answer = None if look is None else look()
+            _encode(made)
+            answers.append((None if answer is None else answer(), scale))
+        shard.copy_(kept)
+        qat.refresh()
     return found
+
+
+def _encode(fragments: Any) -> None:
+    from rlrefit.integration.layout import box_of
+    from rlrefit.integration.packing import EncodedView, make_encoders
+
+    pairs = []
+    for fragment in fragments:
+        shape = fragment.encoding.shape(fragment.view.shape)
+        made = torch.empty(shape, dtype=fragment.encoding.dtype)
+        pairs.append((EncodedView(fragment.view, fragment.encoding, box_of(shape)), made))
+    for encoder in make_encoders(pairs, torch.device("cpu")):
+        encoder.launch()
 
 
 def _megatron(rank: int, case: Case) -> dict[str, Any]:

@@ -136,10 +136,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(trained: Train
             assert "written after the last refresh()" in report[how], how
 
 
+@pytest.mark.parametrize("how", ["read", "encoded"])
 def test_a_rank_that_was_written_without_a_word_finds_its_scales_anew_and_the_others_trust_theirs(
-    trained: Trained,
+    trained: Trained, how: str
 ) -> None:
-    (first, second), (written, anew) = (report["looks"] for report in trained.reports["fsdp"])
+    (first, second), (written, anew) = (report["looks"][how] for report in trained.reports["fsdp"])
     assert [found for found, _ in (first, second)] == [True, True]
     assert [found for found, _ in (written, anew)] == [False, None]
     assert first[1] == written[1] < second[1] == anew[1]

@@ -445,7 +445,7 @@ def test_what_was_sent_in_vain_is_not_committed(
     source = _refitted(model, qat)
     destination = Engine(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
     if fault == "written again and again":
-        monkeypatch.setattr(source, "prepare_ahead", lambda: lambda: lambda: False)
+        monkeypatch.setattr(source, "prepare_ahead", lambda encoded: lambda: lambda: False)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         if rank == 0 and fault == "no number":

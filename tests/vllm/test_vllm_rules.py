@@ -309,7 +309,7 @@ def _attending(*shapes: int) -> tuple[nn.Module, Any]:
 def test_sinks_that_a_kernel_copied_follow_new_weights_without_moving():
     layer, kernel = _attending(4, 3)
     state = DerivedState(layer)
-    state.refresh(BF16)
+    assert copied_sinks(with_sinks(layer)) == []
     kernel.sinks = layer.held0.float()
     address = kernel.sinks.data_ptr()
     layer.held0.fill_(2)

@@ -264,10 +264,53 @@ def test_a_refit_is_one_call_unless_requests_are_waited_for_or_the_server_lacks_
     assert "/refit" not in (of_vllm := refit(0, mode="wait"))
     monkeypatch.setattr(server, "_AT_ONCE", "/refit_of_another_release")
     assert refit(1) == ["/refit_of_another_release", *(path.replace("wait", "keep") for path in of_vllm)]
-    assert served.post("refit", {"version": served.version}).status_code == 500
-    assert not served.paused
     assert refit(0) == [path.replace("wait", "keep") for path in of_vllm]
     served.client._engine._at_once = True  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"version": None}, {"version": -1}, {"version": 1, "mode": "later"}, [], 7]
+)
+def test_a_call_that_lacks_what_it_needs_changes_nothing(served: Served, body: Any):
+    answer = requests.post(f"{served.url}/refit", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert not served.paused
+    served.client.require_servable()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_where_the_answer_to_a_call_is_lost_the_client_looks_and_resumes_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch, paused: bool
+):
+    ask = HttpCalls.ask
+
+    def lost(self: HttpCalls, method: str, path: str, *args: Any, **how: Any) -> HttpAnswer:
+        # Behind the server, or before it, where somebody else has paused that.
+        answer = ask(self, method, path, *args, **how) if path != "/refit" or not paused else None
+        if answer is None or path == "/refit":
+            raise RefitError("the answer was lost", stage="http")
+        return answer
+
+    monkeypatch.setattr(HttpCalls, "ask", lost)
+    if paused:
+        assert requests.post(f"{served.url}/pause?mode=keep", timeout=60).ok
+        with pytest.raises(RefitError, match="the answer was lost"):
+            served.client.refit(served.version + 1)
+        assert served.paused
+        with pytest.raises(EngineDirty):
+            served.client.require_servable()
+        assert served.post("resume").ok
+    else:
+        served.version += 1
+        sending = served.trainers.start("refit", MODEL, 1, served.version)
+        with pytest.raises(RefitError, match="the answer was lost"):
+            served.client.refit(served.version)
+        assert all(isinstance(record, dict) for record in sending.result())
+        assert not served.paused
+        served.client.require_servable()
+    monkeypatch.undo()
+    served.refit_with(0)
+    served.client.require_servable()
 
 
 def test_an_update_that_was_opened_and_brought_nothing_is_opened_again(served: Served):

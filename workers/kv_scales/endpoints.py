@@ -22,7 +22,6 @@ from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import (
     HoldsQuantized,
     Look,
-    PreparesAhead,
     StoresQuantized,
     WeightDestination,
     WeightSource,
@@ -185,15 +184,9 @@ class KvScaleSource:
     def prepare(self) -> None:
         self._weights.prepare()
 
-    def prepare_ahead(self) -> Look | None:
+    def prepare_ahead(self, encoded: frozenset[str]) -> Look | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`."""
-        return prepare_ahead(self._weights)
-
-    def encodes_all_of(self, names: frozenset[str]) -> None:
-        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.encodes_all_of`."""
-        weights: object = self._weights
-        if isinstance(weights, PreparesAhead):
-            weights.encodes_all_of(names)
+        return prepare_ahead(self._weights, encoded)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         weights = [name for name in names if name not in self._values]

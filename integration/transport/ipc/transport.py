@@ -61,7 +61,7 @@ class IpcTransport(Transport):
     read them from the senders' parameters, which are mapped into theirs.
 
     A receiver that is written takes no part in the copies. It waits for two signals from each sender: all bytes have landed,
-    and the checksums have landed. A sender's parameters may be in host memory that the GPU can read.
+    and the checksums have landed; where it works on portions, for one of each portion (:mod:`.portions`). A sender's parameters may be in host memory that the GPU can read.
 
     A receiver that pulls waits for two signals, too: the weights may be read, and they lay there until then, with their
     checksums. It exports nothing, not even its signals. Senders hear from it when the ranks meet to commit, which it does once
@@ -149,6 +149,7 @@ class IpcTransport(Transport):
         self._pulls = pulls
         self._may_pull = may_pull
         self._landed = landed
+        self._portions: dict[str, int] = {}
         # Whether this rank or a peer frees some memory of the binding between refits, whether this one does, and whether it was
         # released since.
         self._some_sleep = self._gives_back = self._released = False
@@ -252,7 +253,10 @@ class IpcTransport(Transport):
 
     @property
     def portions(self) -> Mapping[str, int]:
-        return last_portions(self._receives) if self._works_on_portions else {}
+        if not self._works_on_portions:
+            return {}
+        self._portions = self._portions or last_portions(self._receives)
+        return self._portions
 
     @property
     def remark(self) -> str:

@@ -98,6 +98,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._copies = Copies(model)
         # Of the routes that refits go by, and where the parameters that it writes are.
         self._making: Making | None = None
+        self._expects: tuple[Making, Mapping[str, int]] | None = None
         self._kernel_state = KernelState(())
         self._derived = DerivedState(model)
         self._made_at: Hashable = None
@@ -170,10 +171,13 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     def expect(self, portions: Mapping[str, int]) -> None:
         """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.expect`; prepares what puts packed layers in order."""
-        if self._making is None:
+        if self._making is None or (self._making, portions) == self._expects:
             return
-        last: dict[str, int | None] = {}
-        for name, landings in self._agreed().landings.items():
+        self._expects = self._making, portions
+        routes = self._agreed()
+        # Zeros are written at the end.
+        last: dict[str, int | None] = dict.fromkeys(_apart(zeros.parameter)[0] for zeros in routes.zeros)
+        for name, landings in routes.landings.items():
             portion = portions.get(name)
             for module in {_apart(landing.parameter)[0] for landing in landings}:
                 before = last.setdefault(module, portion)

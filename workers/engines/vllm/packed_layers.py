@@ -3,8 +3,8 @@
 Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`) which layers are known and what becomes of their
 tensors. What is common to them:
 
-- codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Once all have landed,
-  all layers are put in their kernel's order together, in the live memory: CUDA graphs stay valid, and no Python runs for each
+- codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Layers that have
+  landed are put in their kernel's order many at a time, in the live memory: CUDA graphs stay valid, and no Python runs for each
   tensor. Padding, which no checkpoint has, is zeros before that, as vLLM has it;
 - a kernel's order is found out by vLLM's own step on numbers of elements. For each kind of layer what is made here is compared with
   what that step makes of random tensors, bit for bit; a layer of which that is not true takes vLLM's reload, with the reason.

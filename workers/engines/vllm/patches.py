@@ -309,9 +309,10 @@ def _refit_in_one_call() -> None:
 
     @functools.wraps(original)
     def include_router(app: Any, router: Any, *args: Any, **kwargs: Any) -> None:
-        paths = {getattr(route, "path", "") for route in router.routes}
+        routes = {getattr(route, "path", ""): getattr(route, "endpoint", None) for route in router.routes}
         # Beside vLLM's own calls for weights, whose module has had three names.
-        if f"/{_UPDATE}" in paths and refit_route.PATH not in paths:
+        update = routes.get(f"/{_UPDATE}")
+        if getattr(update, "__module__", "").startswith("vllm.") and refit_route.PATH not in routes:
             router.post(refit_route.PATH)(refit_route.refit)
         original(app, router, *args, **kwargs)
 

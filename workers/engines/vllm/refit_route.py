@@ -10,37 +10,52 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, ValidationError
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from ..common.answers import REFIT_ERROR
+from .driver import PauseMode
+
 PATH = "/refit"
+
+
+class _Asked(BaseModel):
+    """The body of a call."""
+
+    version: int = Field(ge=0, strict=True)
+    mode: PauseMode = "keep"
 
 
 async def refit(raw_request: Request) -> JSONResponse:
     """Pause, receive the weights, and resume.
 
-    The body has ``version`` and ``mode`` of the pause. The answer has ``results``, the workers' records. That of a failure has
-    ``was_paused``, and ``sent``, whether an update was opened: then the server stays as it is.
+    The body has ``version`` and ``mode``, of the pause. The answer has ``results``, the workers' records, or an ``error``; whether
+    the server ``was_paused`` before; and whether an update was opened (``sent``). After a failure the server stays as it is then.
     """
-    asked: dict[str, Any] = await raw_request.json()
+    try:
+        asked = _Asked.model_validate_json(await raw_request.body())
+    except ValidationError as error:
+        return JSONResponse({"error": {"message": str(error)}}, HTTPStatus.BAD_REQUEST)
     llm: Any = raw_request.app.state.engine_client
     so_far = {"was_paused": await llm.is_paused(), "sent": False}
     try:
         # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
         if not (so_far["was_paused"] and await _asleep(llm)):
-            await llm.pause_generation(mode=asked["mode"])
+            await llm.pause_generation(mode=asked.mode)
         await llm.start_weight_update()
         so_far["sent"] = True
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": asked["version"]}))
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": asked.version}))
         await llm.finish_weight_update()
         records = await llm.collective_rpc("refit_record")
-        await llm.resume_generation()
+        if not any(REFIT_ERROR in record for record in records):
+            await llm.resume_generation()
     except EngineDeadError:
         raise  # vLLM's server ends then
     except Exception as error:  # whatever it is: the client has to hear how far it came
         content = {"error": {"message": str(error)}, **so_far}
         return JSONResponse(content, HTTPStatus.INTERNAL_SERVER_ERROR)
-    return JSONResponse({"results": records})
+    return JSONResponse({"results": records, **so_far})
 
 
 async def _asleep(llm: Any) -> bool:

@@ -26,6 +26,8 @@ COMMAND = 'VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config \'{"
 _ASLEEP = "refit_asleep"
 # The path of :mod:`.refit_route`, which needs vLLM to be imported.
 _AT_ONCE = "/refit"
+# What servers and proxies answer that have no such route, or let none through.
+_LACKING = (403, 404, 405, 501)
 # Seconds for the calls that follow a failed one.
 _AFTERWARDS_S = 30.0
 
@@ -36,12 +38,12 @@ class _SoFar:
 
     Attributes:
         asked: whether the server was asked to change anything.
-        was_paused: whether it was paused before.
+        was_paused: whether it was paused before; None if that is not known.
         sent: whether an update may have been opened.
     """
 
     asked: bool = False
-    was_paused: bool = False
+    was_paused: bool | None = None
     sent: bool = False
 
 
@@ -124,7 +126,7 @@ class VllmServer:
                     "sides, or drive vLLM in a process of your own (VllmDriver, AsyncVllmDriver)",
                     stage="settings",
                 )
-        self._limit_s = None
+        self._limit_s, self._at_once = None, True
         limit_s = max(self._http.timeout_s, config.call_limit_s)
         init_info = {
             "rendezvous": rendezvous,
@@ -167,10 +169,9 @@ class VllmServer:
         except RefitError as error:
             if not so_far.asked:
                 self.unusable = earlier
-                raise
-            whole = earlier is None and self._holds_older(version, so_far.sent)
-            goes_on = whole and (so_far.was_paused or self._goes_on())
-            self.unusable = None if goes_on else error
+            else:
+                goes_on = earlier is None and self._goes_on_after(version, so_far)
+                self.unusable = None if goes_on else error
             raise
         self.unusable = None
         return records
@@ -187,11 +188,12 @@ class VllmServer:
         except NotReached:
             so_far.asked = False
             raise
-        if answer.status == 404:
+        told = answer.content.keys() >= {"was_paused", "sent"}
+        if answer.status in _LACKING and not told:
             self._at_once = so_far.asked = so_far.sent = False
             return None
-        so_far.sent = bool(answer.content.get("sent", True))
-        so_far.was_paused = bool(answer.content.get("was_paused", False))
+        if told:
+            so_far.was_paused, so_far.sent = answer.content["was_paused"], answer.content["sent"]
         return raise_refit_errors(self._checked(f"POST {_AT_ONCE}", answer)["results"])
 
     def _refit_by_calls(self, version: int, mode: PauseMode, so_far: _SoFar) -> list[dict[str, Any]]:
@@ -223,8 +225,17 @@ class VllmServer:
     def _asleep(self) -> bool:
         return any(answer["asleep"] for answer in self._rpc(_ASLEEP))
 
-    def _holds_older(self, version: int, sent: bool) -> bool:
-        """Whether all workers are known to hold weights whole that are not those of ``version``, which may have been ``sent``."""
+    def _goes_on_after(self, version: int, so_far: _SoFar) -> bool:
+        """Whether the server serves after a failed refit, which is resumed if that has paused it."""
+        held = self._held(so_far.sent)
+        if so_far.was_paused is None:
+            # Its answer was lost: it may have resumed with the new weights, and who paused it is not known.
+            return held is not None and not self._paused_at_last()
+        return held not in (None, version) and (so_far.was_paused or self._resumed())
+
+    def _held(self, sent: bool) -> int | None:
+        """The version that all workers are known to hold whole; None if that is not known, as where another one may have been ``sent``
+        and not all of them answer."""
         try:
             answers = self._rpc("refit_serving_version", _AFTERWARDS_S)
             asked = self._http.ask("GET", "/get_world_size", timeout_s=_AFTERWARDS_S)
@@ -234,13 +245,22 @@ class VllmServer:
                 logger.warning(
                     "%d of %d workers told their version, so the server stays paused", len(answers), workers
                 )
-                return False
-            return one_version(answers) != version
+                return None
+            return one_version(answers)
         except RefitError as error:
-            logger.warning("after refit %d failed, the server stays paused: %s", version, error)
-            return False
+            logger.warning("after a failed refit the server stays paused: %s", error)
+            return None
 
-    def _goes_on(self) -> bool:
+    def _paused_at_last(self) -> bool:
+        """Whether the server is paused after a failed refit, or does not tell."""
+        try:
+            asked = self._http.ask("GET", "/is_paused", timeout_s=_AFTERWARDS_S)
+            return bool(self._checked("GET /is_paused", asked)["is_paused"])
+        except RefitError as error:
+            logger.warning("the server does not tell whether it is paused: %s", error)
+            return True
+
+    def _resumed(self) -> bool:
         """Resume; whether it did."""
         try:
             self._post("/resume", timeout_s=_AFTERWARDS_S)

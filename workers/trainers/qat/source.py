@@ -85,7 +85,8 @@ class PackedSource:
         # Of these, as :meth:`prepare` needs it.
         self._weight_scalars: list[_Scales] = []
         self._input_scalars: list[_Scalars] = []
-        self._as_sent = AsSent(frozenset(), ())
+        # What was encoded wholly in the last refit.
+        self._encoded: frozenset[str] | None = None
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
         self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
@@ -128,23 +129,13 @@ class PackedSource:
     def prepare(self) -> None:
         self._prepare(None)
 
-    def prepare_ahead(self) -> Look | None:
+    def prepare_ahead(self, encoded: frozenset[str]) -> Look | None:
         """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.prepare_ahead`: by the scales of the last refresh."""
+        if encoded is not self._encoded:
+            self._encoded, self._as_sent = encoded, self._looked_at(encoded)
         for scales in self._weight_scalars:
             scales.found.zero_()
         return self._prepare(self._as_sent)
-
-    def encodes_all_of(self, names: frozenset[str]) -> None:
-        """As :meth:`rlrefit.integration.weights.endpoints.PreparesAhead.encodes_all_of`."""
-        of_all: list[str] = []
-        found: list[Found] = []
-        for scalars, weights, bits in self._weight_scalars:
-            places = {weight: n for n, weight in enumerate(weights) if packed_names(weight).weight in names}
-            if places:
-                at = torch.tensor([*places.values()], dtype=torch.int64, device=self.device)
-                found.append(Found(scalars.dtype, self._qat.positions([*places]), bits, at))
-                of_all += places
-        self._as_sent = AsSent(frozenset(of_all), found)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
@@ -169,6 +160,18 @@ class PackedSource:
             for scalars in self._input_scalars:
                 scalars.memory.copy_(self._qat.input_scales_at(scalars.positions))
         return look
+
+    def _looked_at(self, encoded: frozenset[str]) -> AsSent:
+        """Weights that are looked at where all of these codes are made."""
+        weights: list[str] = []
+        found: list[Found] = []
+        for scalars, names, bits in self._weight_scalars:
+            places = {weight: n for n, weight in enumerate(names) if packed_names(weight).weight in encoded}
+            if places:
+                at = torch.tensor([*places.values()], dtype=torch.int64, device=self.device)
+                found.append(Found(scalars.dtype, self._qat.positions([*places]), bits, at))
+                weights += places
+        return AsSent(frozenset(weights), found)
 
     def _packed(self, fragment: Fragment) -> Iterator[Fragment]:
         names, dtype = packed_names(fragment.name), self._dtypes[fragment.name]
