@@ -24,6 +24,7 @@ IF_THERE = (
     *compat.MARLIN_NVFP4,
     *compat.MTP_SWITCH,
     *compat.PAUSING,
+    *compat.REFITTING,
 )
 FEATURES = (
     compat.FP8,
