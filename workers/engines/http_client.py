@@ -90,7 +90,8 @@ class RefitClient:
         except RefitError as error:
             if self._engine.unusable is None:
                 state = (
-                    "The server is as it was before this call. If trainer ranks have called refit, both sides have to meet again "
+                    "The server is as it was before this call, or, if only its answer was lost, serves the new weights: version tells. "
+                    "If trainer ranks have called refit, both sides have to meet again "
                     "(join_refit with a new rendezvous)"
                 )
             else:
