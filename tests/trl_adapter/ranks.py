@@ -41,8 +41,9 @@ class Case:
         folder: where each rank leaves what it has seen, and rank 0 a checkpoint of each version.
         fsdp: whether accelerate shards the policy; else it has DDP or one process.
         lora: whether adapters are trained.
-        fails: what goes wrong in the second update: the server's worker is ``killed``, the server ``refuses`` to pause, or rank 1
+        fails: what goes wrong in the second update: the server's worker is ``killed``, the server ``refuses``, or rank 1
             fails ``alone``, once its part is done.
+        by_calls: whether the client refits by vLLM's own calls, before whose last one the engine is poisoned.
     """
 
     folder: str
@@ -51,6 +52,7 @@ class Case:
     fsdp: bool = False
     lora: bool = False
     fails: str = ""
+    by_calls: bool = False
     refit: dict[str, Any] = field(
         default_factory=lambda: {"bucket_mb": 1, "timeout_s": 60.0, "verify": "full"}
     )
@@ -84,7 +86,7 @@ def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Train; the updates that this rank saw, TRL's metrics, and the error that ended it, if one did."""
-    with _as_on_gpus():
+    with _as_on_gpus(case):
         trainer = _trainer(case)
         try:
             trainer.train()
@@ -137,7 +139,7 @@ def _trainer(case: Case) -> Any:
                 if case.fails == "killed":
                     _probe(case.url, "probe_die_in_the_next_refit")
                 elif case.fails == "refuses":
-                    REFUSED.append("/pause?mode=keep")
+                    REFUSED.append("/refit")
             elif self.updates and case.fails == "alone":
                 _fail_after_the_part(self._shards)
             begun, main = time.monotonic(), self.accelerator.is_main_process
@@ -249,7 +251,7 @@ def _save(trainer: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_on_gpus() -> Iterator[None]:
+def _as_on_gpus(case: Case) -> Iterator[None]:
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from trl.experimental.async_grpo import async_rollout_worker
 
@@ -267,6 +269,8 @@ def _as_on_gpus() -> Iterator[None]:
     def changed(self: HttpCalls, method: str, path: str, fields: Any = None, **how: Any) -> HttpAnswer:
         if path == "/update_weights":
             _probe(self.url, "probe_poison")
+        if path == "/refit" and case.by_calls:
+            return HttpAnswer(404, {})
         if path in REFUSED:
             return HttpAnswer(503, {"message": "refused"})
         return ask(self, method, path, fields, **how)

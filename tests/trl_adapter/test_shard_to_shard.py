@@ -88,7 +88,7 @@ def test_two_fsdp_ranks_send_their_shards_and_gather_nothing(server: Server, tmp
 
 
 def test_two_ranks_that_each_hold_all_share_the_sending(server: Server, tmp_path: Path):
-    case = Case(str(tmp_path), server.url, server.model)
+    case = Case(str(tmp_path), server.url, server.model, by_calls=True)
     ranks = run_ranks(train, 2, case, made_by=vllm_processes)
     _judged(server, case, ranks)
     for updates in zip(*(rank["updates"] for rank in ranks), strict=True):
