@@ -86,7 +86,7 @@ def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Train; the updates that this rank saw, TRL's metrics, and the error that ended it, if one did."""
-    with _as_on_gpus(case):
+    with _as_on_gpus(case.by_calls):
         trainer = _trainer(case)
         try:
             trainer.train()
@@ -251,7 +251,7 @@ def _save(trainer: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_on_gpus(case: Case) -> Iterator[None]:
+def _as_on_gpus(by_calls: bool = False) -> Iterator[None]:
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from trl.experimental.async_grpo import async_rollout_worker
 
@@ -269,7 +269,7 @@ def _as_on_gpus(case: Case) -> Iterator[None]:
     def changed(self: HttpCalls, method: str, path: str, fields: Any = None, **how: Any) -> HttpAnswer:
         if path == "/update_weights":
             _probe(self.url, "probe_poison")
-        if path == "/refit" and case.by_calls:
+        if path == "/refit" and by_calls:
             return HttpAnswer(404, {})
         if path in REFUSED:
             return HttpAnswer(503, {"message": "refused"})
