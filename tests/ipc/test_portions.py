@@ -67,7 +67,7 @@ class Scene:
         self.trainers = [Weights(driver, rank, shapes, shareable=True) for rank in range(2)]
         self.engine = Weights(driver, ENGINE, shapes, shareable=True)
         plan = [message(n % 2, ENGINE, {name: shapes[name]}) for n, name in enumerate(NAMES)]
-        self.ranks = Ranks(driver, self.trainers, [self.engine], plan, landed=self.landed)
+        self.ranks = Ranks(driver, self.trainers, [self.engine], plan, timeout_s=60.0, landed=self.landed)
         self.ranks.bind()
         self.portions = self.ranks.transports[ENGINE].portions
         self.heard: list[int] = []
@@ -84,7 +84,7 @@ class Scene:
 
     def begins(self, portion: int) -> None:
         """A trainer writes a portion: not before the engine has heard of the one before."""
-        assert portion == 0 or self.has_heard[portion - 1].wait(5.0)
+        assert portion == 0 or self.has_heard[portion - 1].wait(60.0)
 
     def landed(self, portion: int) -> None:
         self.heard.append(portion)
