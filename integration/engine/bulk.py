@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..delta.choice import DENSE, Choice
 from ..delta.path import DeltaPath
 from ..delta.recording import Recording
 from ..errors import TransportUnavailable, closed_on_error, end_all
-from ..layout import Fragment
+from ..layout import Box, Fragment, coverage_gap
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
 from ..transport import FALLBACK, TransferResult, make_transport
@@ -91,6 +92,8 @@ class BulkPath:
             sleeps=sleeps,
             landed=landed,
         )
+        # Shards keep their boxes: however often they are bound anew, this stays so.
+        self._wholly = _wholly_sent(fragments, plan) if isinstance(plan, Plan) else frozenset()
         self._transport = self._make(self.name)
         self._choice = Choice(config.delta)
         self._deltas: DeltaPath | None = None
@@ -271,9 +274,10 @@ class BulkPath:
         return self._transport.portions
 
     @property
-    def always_encodes(self) -> bool:
-        """Whether each refit encodes, on its sender, all that travels so: not where receivers do, and not where some refits are sparse."""
-        return self._deltas is None and self._transport.name != "pull"
+    def encodes_wholly(self) -> frozenset[str]:
+        """Names of what this trainer rank encodes in each refit of its fragments with an encoding, if that is all that it holds of them.
+        Nothing where receivers encode, and where some refits are sparse."""
+        return self._wholly if self._deltas is None and self._transport.name != "pull" else frozenset()
 
     def moved(self) -> bool:
         """As :meth:`~..transport.Transport.moved`."""
@@ -422,6 +426,22 @@ class BulkPath:
         """The first rank that has a reason, and the reason."""
         world: RefitWorld = self._channel.world
         return next((world.describe(rank), reason) for rank, reason in enumerate(reasons) if reason)
+
+
+def _wholly_sent(fragments: Sequence[Fragment], plan: Plan) -> frozenset[str]:
+    """Names of what is encoded of a rank's fragments, if it sends all that it holds of it."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for fragment in fragments:
+        if fragment.encoding is not None:
+            boxes[fragment.name].append(fragment.box)
+    sent: dict[str, set[Box]] = {name: set() for name in boxes}
+    for message in chain.from_iterable(plan.sends if boxes else ()):
+        for segment in message.segments:
+            if segment.name in sent:
+                sent[segment.name].add(segment.box)
+    return frozenset(
+        name for name, held in boxes.items() if all(coverage_gap(box, sent[name]) is None for box in held)
+    )
 
 
 def _addressed(described: object) -> tuple[object, dict[int, dict[str, Any]]]:

@@ -27,7 +27,7 @@ from ..delta.blocks import MOST_ITEMSIZE
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
-from ..layout import Axes, Box, Fragment, coverage_gap
+from ..layout import Axes, Box, Fragment
 from ..plan import (
     GLOO_PACE,
     NCCL_PACE,
@@ -79,7 +79,6 @@ logger = logging.getLogger(__name__)
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
 _MOST_URGENT_BYTES = 128 << 20
-_NOTHING: frozenset[str] = frozenset()
 
 
 class Way(NamedTuple):
@@ -153,8 +152,6 @@ class RefitEngine:
         self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
         self._source_thread: SourceThread | None = None
-        # Names of what is encoded of what this rank holds, and sent wholly by it.
-        self._wholly = _NOTHING
         # Of a source that was prepared by what its weights were, and what tells of the look whether they still are.
         self._look: Look | None = None
         self._answer: Callable[[], bool] | None = None
@@ -293,8 +290,6 @@ class RefitEngine:
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
-        if not self.way.all_misc and self.world.is_source and isinstance(self.plan, Plan):
-            self._wholly = _wholly_sent(fragments, self.plan)
         self._expect()
         self._watch_scales(fragments)
         self._storage = self._storage_now()
@@ -419,7 +414,7 @@ class RefitEngine:
         Raises:
             RefitError: this rank can't send them, or another trainer rank ended as this one waited for it.
         """
-        encoded = self._wholly if self._bulk is not None and self._bulk.always_encodes else _NOTHING
+        encoded = frozenset[str]() if self._bulk is None else self._bulk.encodes_wholly
         prepare = partial(prepare_ahead, cast(WeightSource, self._endpoint), encoded)
         if self._waits_on_host and not prepares_alone(self._endpoint):
             self._look = self._thread.run(prepare, "export")
@@ -680,18 +675,6 @@ class RefitEngine:
             fragments, refused = cast(WeightSource, self._endpoint).fragments()
         most_itemsize = MOST_ITEMSIZE if self.config.delta != "off" else float("inf")
         return fragments, unlike_their_bytes(fragments, most_itemsize) | refused
-
-
-def _wholly_sent(fragments: Sequence[Fragment], plan: Plan) -> frozenset[str]:
-    """Names of what is encoded of a rank's fragments, if it sends all that it holds of it."""
-    sent: dict[str, set[Box]] = defaultdict(set)
-    for messages in plan.sends:
-        for message in messages:
-            for segment in message.segments:
-                sent[segment.name].add(segment.box)
-    encoded = [fragment for fragment in fragments if fragment.encoding is not None]
-    missing = {one.name for one in encoded if coverage_gap(one.box, sent[one.name]) is not None}
-    return frozenset(one.name for one in encoded) - missing
 
 
 def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -81,8 +81,8 @@ def quantize_nvfp4(
     """:func:`.nvfp4.quantize` of weights, with the same results.
 
     A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`, with two last columns: the address of the global scale, and that of
-    an int32 which is raised to the bits of the largest magnitude, or 0. No row cuts a block. ``ROUND``: to BF16 first. With ``FLAT`` there is one row of weights. ``MOST``: the largest global scale below which nothing
-    underflows, 0 to divide one by one.
+    an int32 which is raised to the bits of the largest magnitude, or 0. No row cuts a block. ``ROUND``: to BF16 first. With ``FLAT``
+    there is one row of weights. ``MOST``: the largest global scale below which nothing underflows, 0 to divide one by one.
     """
     row, weights, target, scales_at, height, width, number = read_row(
         tiles, rows, COLUMNS, WORD, UNIT, (UNIT + 1) // 2

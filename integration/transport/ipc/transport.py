@@ -61,7 +61,8 @@ class IpcTransport(Transport):
     read them from the senders' parameters, which are mapped into theirs.
 
     A receiver that is written takes no part in the copies. It waits for two signals from each sender: all bytes have landed,
-    and the checksums have landed; where it works on portions, for one of each portion (:mod:`.portions`). A sender's parameters may be in host memory that the GPU can read.
+    and the checksums have landed; where it works on portions, for one of each portion (:mod:`.portions`). A sender's parameters may be
+    in host memory that the GPU can read.
 
     A receiver that pulls waits for two signals, too: the weights may be read, and they lay there until then, with their
     checksums. It exports nothing, not even its signals. Senders hear from it when the ranks meet to commit, which it does once
@@ -603,8 +604,9 @@ class IpcTransport(Transport):
             return TransferResult(self._payload, 0)
         # While bytes are on their way.
         self._landing.prepare(self._number)
-        by_one: list[Sequence[int]] = [[portion] for portion in range(PORTIONS)]
-        for portions in by_one if self._works_on_portions else [range(PORTIONS)]:
+        landed = self._landed if self._works_on_portions else None
+        all_at_once = range(PORTIONS)
+        for portions in [all_at_once] if landed is None else [range(n, n + 1) for n in all_at_once]:
             with clock.stage("transfer"), clock.waiting():
                 number = portion_landed(self._refits, portions[-1])
                 if self._pulls:
@@ -618,9 +620,9 @@ class IpcTransport(Transport):
             if self.verify != "off":
                 with clock.stage("verify"):
                     self._landing.add_up(self._number, portions)
-            if self._works_on_portions and self._landed is not None:
+            if landed is not None:
                 with clock.stage("post_load"):
-                    self._landed(*portions)
+                    landed(portions[-1])
         if self.verify == "off":
             return TransferResult(self._payload, 0)
         with clock.stage("verify"):

@@ -158,9 +158,9 @@ class Making:
             for as_loaded in (self.as_loaded(module, name),)
             for box in boxes
         ]
-        # What is put in order with each portion, and None of what is at the end; those of the refit under way that have been.
-        self._orders: dict[int | None, _Orders] = {}
-        self._expected: dict[str, int] | None = None
+        # What is put in order with each portion, and None of what is at the end, once that is prepared; those of the refit under way
+        # that have been.
+        self._orders: dict[int | None, _Orders] | None = None
         self._done: set[int | None] = set()
 
     @property
@@ -170,19 +170,16 @@ class Making:
 
     def expect(self, portions: Mapping[str, int]) -> None:
         """Prepare to put modules in order that have landed whole with a portion, and the others at the end of a refit."""
-        # Padding is in order too, and is written at the end.
-        expected = {module: portion for module, portion in portions.items() if module not in self._padded}
-        if expected == self._expected:
-            return
         modules: dict[int | None, list[str]] = defaultdict(list)
         for module, (_, form) in self._modules.items():
             if form.orders:
-                modules[expected.get(module)].append(module)
+                # Padding is in order too, and is written at the end.
+                modules[None if module in self._padded else portions.get(module)].append(module)
         self._orders = {portion: self._ordered(found) for portion, found in modules.items()}
-        self._expected = expected
 
     def put_in_order(self, portion: int | None) -> None:
         """Put modules in order that have landed whole with a portion; on a GPU, enqueue that on the current stream."""
+        assert self._orders is not None, "it is told what to expect before"
         if portion in self._orders:
             self._orders[portion].put(self._maps, self._choices)
             self._done.add(portion)
@@ -213,7 +210,7 @@ class Making:
     @torch.no_grad()
     def make(self) -> None:
         """Once per refit, after all has landed; on a GPU, enqueued on the current stream."""
-        if self._expected is None:
+        if self._orders is None:
             self.expect({})
         if self._blank:
             torch._foreach_zero_(self._blank)
