@@ -5,6 +5,7 @@
 #     TRAIN=0,1 SERVE=2,3 examples/trl/compare.sh CHECKPOINT --lr 1e-6    # FSDP2 over two GPUs, the server at TP2
 #     WAYS=rlrefit TRAIN=0 SERVE=0 MEMORY=0.3 examples/trl/compare.sh CHECKPOINT
 #
+# SERVE_ARGS are more arguments of vllm serve, such as --enforce-eager.
 # TRL's own needs a GPU that is not the server's: NCCL takes no two ranks on one. Arguments behind the model go to grpo.py.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -24,7 +25,7 @@ for way in ${WAYS:-rlrefit own}; do
   VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 CUDA_VISIBLE_DEVICES=$serve \
     python -m vllm.entrypoints.cli.main serve "$model" --port "$port" --dtype bfloat16 \
     --max-model-len 512 --logprobs-mode processed_logprobs --tensor-parallel-size "$(awk -F, '{print NF}' <<<"$serve")" \
-    --gpu-memory-utilization "${MEMORY:-0.8}" --weight-transfer-config "{\"backend\": \"$backend\"}" >"runs/trl/$way.server.log" 2>&1 &
+    --gpu-memory-utilization "${MEMORY:-0.8}" --weight-transfer-config "{\"backend\": \"$backend\"}" ${SERVE_ARGS:-} >"runs/trl/$way.server.log" 2>&1 &
   server=$!
   trap 'kill $server 2>/dev/null || true' EXIT
   echo "$way: the server writes to runs/trl/$way.server.log, the trainer's errors are in runs/trl/$way.trainer.log"
