@@ -8,90 +8,46 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
-import numpy as np
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.opening import GroupChoice, choose_delta_groups, choose_group, require_one_cumem
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
-from ..delta.blocks import MOST_ITEMSIZE
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
-from ..gpu_memory.availability import GpuFacts, facts
-from ..layout import Axes, Box, Fragment
-from ..plan import (
-    GLOO_PACE,
-    NCCL_PACE,
-    ONE_SIDED_PACE,
-    BroadcastPlan,
-    Pace,
-    Plan,
-    Topology,
-    analyse,
-    plan_broadcast,
-)
-from ..quantize.formats import Format
+from ..layout import Fragment
 from ..records.clock import StageClock
-from ..transport import ONE_SIDED, TransferResult, choose
-from ..transport.m2n import Carried, ReshardPlan, carry
+from ..transport import ONE_SIDED, TransferResult
 from ..transport.streams import working_on
 from ..weights.endpoints import (
     Look,
     WeightDestination,
     WeightSource,
     gives_memory_back,
-    holdings_of,
     prepare_ahead,
     prepares_alone,
     rewritten,
     working_on_portions,
 )
-from ..weights.holdings import Holdings, HoldingsReader, SpecTable, decode_positions, encode_positions
-from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
+from ..weights.manifest import Manifest
 from ..weights.packing_experts import scales_of_packed
-from ..weights.quantizing import packed_in
-from ..weights.routing import warn_of_misc
 from ..weights.scale_watch import ScaleWatch
 from ..weights.source_thread import SourceThread
-from .agreement import (
-    AgreedFragments,
-    agree_on_digest,
-    agree_on_formats,
-    agree_on_plan,
-    agree_on_specs,
-    require_stored_so,
-    specs_digest,
-)
 from .bulk import BulkPath
-from .refusals import refused_on_engine, require_written_once, unlike_their_bytes
-from .shared_scales import CutSlots, SharedScales
+from .epoch_plan import EpochPlan, Way, plan_epoch
+from .shared_scales import SharedScales
 
 logger = logging.getLogger(__name__)
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
 _MOST_URGENT_BYTES = 128 << 20
-
-
-class Way(NamedTuple):
-    """How an engine refits.
-
-    Attributes:
-        shared_memory: its groups go through memory that the ranks of one host share, even where NCCL or gloo could join
-            them. Without it they do so only where two ranks share a GPU.
-        all_misc: every weight takes the misc path.
-    """
-
-    shared_memory: bool = False
-    all_misc: bool = False
 
 
 # By the names that callers give and records hold.
@@ -145,7 +101,7 @@ class RefitEngine:
         self.config = config
         self.world = world
         self.channel = channel
-        self.plan: Plan | BroadcastPlan
+        self.planned: EpochPlan
         self._chosen = ("broadcast", "") if self.way.all_misc else (config.transport, "")
         self._bulk: BulkPath | None = None
         self._misc: PackedBroadcast | None = None
@@ -161,123 +117,31 @@ class RefitEngine:
         self._recording: set[int] = set()
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
-        """Learn what exists on all ranks and agree on it.
-
-        Raises:
-            RefitMismatch: ranks disagree; names the first weight that differs.
-            PlanError: bytes that nobody sends or two would write.
-            RefitError: the ranks are not on one host, and the way is through its memory.
-        """
-        places = self._places(endpoint.device)
-        specs = agree_on_specs(self.channel, endpoint)
-        self._axes: dict[str, Axes] = {}
-        self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
-        self._scales = ScaleWatch(formats, self.world.rank, scales_of_packed(specs))
-        # The engine checks here that the weights fill it, before anything is written.
-        fragments, refused = self._fragments(specs)
-        if not self.world.is_source:
-            require_stored_so(self.channel, fragments, formats)
-            refused = refused_on_engine(fragments, refused, formats, packed_in(specs))
-        if self.way.all_misc:
-            agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
-            reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
-            self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
-        else:
-            self._plan(places, specs, formats, fragments, refused)
-        self._group_choice = choose_group(places, self.way.shared_memory)
-        self._delta_choices = self._choose_delta_groups(places)
-        if self._group_choice.kind == "network" and self._exchanges_over_it():
-            require_one_cumem(places)
-        self._initial = self._as_planned(fragments)
-        self._agreed = self._agreed_of(fragments, refused)
-        return self.manifest
-
-    def _plan(
-        self,
-        places: Sequence[GpuFacts],
-        specs: Sequence[TensorSpec],
-        formats: Mapping[str, Format],
-        fragments: Sequence[Fragment],
-        refused: dict[str, str],
-    ) -> None:
-        """Decide routes and transport, and compile this rank's plan, from what all ranks hold."""
-        table = SpecTable(specs)
-        who = self.world.describe(self.world.rank)
-        everyone = self._tell_holdings(holdings_of(self.world.rank, fragments, refused, table, who), table)
-        self._chosen = choose(self.config.transport, places, self.world.train_ranks)
-        sources = [everyone[rank] for rank in self.world.sources]
-        destinations = [everyone[rank] for rank in self.world.destinations]
-        self.analysis = analyse(
-            table.specs,
-            sources,
-            destinations,
-            bucket_bytes=self.config.bucket_bytes,
-            topology=Topology.of_hosts([place.host for place in places], [place.device for place in places]),
-            # One-sided or by whole tensors, every sender reaches every receiver, and none passes anything on.
-            fan_out=False if self._chosen[0] in (*ONE_SIDED, "m2n") else None,
-            pace=self._pace,
+        """Learn what exists on all ranks and agree on it; raises as :func:`~.epoch_plan.plan_epoch`."""
+        self.planned, self._initial = plan_epoch(self.name, self.way, self.config, self.channel, endpoint)
+        self._endpoint, self.manifest = self.planned.endpoint, self.planned.manifest
+        if self.planned.bulk is not None:
+            self._chosen = self.planned.bulk.transport
+        self._scales = ScaleWatch(
+            self.planned.formats, self.world.rank, scales_of_packed(self.manifest.specs())
         )
-        self.manifest = self.analysis.manifest
-        self._axes = self.analysis.seen.axes
-        if self.world.rank == 0:
-            warn_of_misc(self.manifest, formats)
-        self._cut_slots = CutSlots.find(self.analysis.classes, table.specs, formats)
-        pairs: dict[tuple[int, int], str] = {}
-        digest = self.analysis.digest
-        if self._chosen[0] == "golden":
-            self.plan = plan_broadcast(self.manifest, self.analysis.seen.sources, self.config.bucket_bytes)
-            digest += self.plan.digest
-        else:
-            self.plan = self.analysis.compile(self.world.rank)
-            pairs = self.plan.pair_digests
-        if self._chosen[0] == "m2n":
-            carried = self._carried(fragments, table)
-            digest += carried.digest
-            self.plan = ReshardPlan.of(cast(Plan, self.plan), carried)
-        # With what is checked, since a checksum that one side writes has to be read by the other.
-        agree_on_plan(self.channel, digest + self.config.verify, pairs)
-
-    @property
-    def _pace(self) -> Pace:
-        if self._chosen[0] in ONE_SIDED:
-            return ONE_SIDED_PACE
-        return NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE
-
-    def _carried(self, fragments: Sequence[Fragment], table: SpecTable) -> Carried:
-        """What ``nccl.m2n`` carries, from what all ranks hold, and from what each of them computes as it packs it."""
-        encoded = {table.positions[f.name] for f in fragments if f.encoding is not None}
-        told = self.channel.vote("m2n/encoded", encode_positions(np.array(sorted(encoded), dtype=np.int64)))
-        names = [spec.name for spec in table.specs]
-        unfit = dict.fromkeys(self._axes, "the two sides see it by axes")
-        for text in dict.fromkeys(told):
-            positions = decode_positions(text, len(names)).tolist()
-            unfit |= dict.fromkeys((names[i] for i in positions), "it is cast or quantized as it is packed")
-        sources: dict[str, dict[int, tuple[Box, ...]]] = {}
-        destinations: dict[str, dict[int, tuple[Box, ...]]] = {}
-        for one in self.analysis.classes:
-            held: dict[int, tuple[Box, ...]] = defaultdict(tuple)
-            for box, ranks in one.held:
-                for rank in ranks:
-                    held[rank] += (box,)
-            wanted = {rank: boxes for boxes, ranks in one.wanted for rank in ranks}
-            for position in one.members.tolist():
-                sources[names[position]], destinations[names[position]] = held, wanted
-        return carry(self.manifest.specs("bulk"), sources, destinations, unfit, self.config.bucket_bytes)
+        return self.manifest
 
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
         device = self._endpoint.device
         fragments, self._initial = self._initial, []
         engine = working_on_portions(self._endpoint)
-        if not self.way.all_misc:
+        group, bulk = self.planned.group, self.planned.bulk
+        if bulk is not None:
             self._bulk = BulkPath(
                 self.channel,
-                self._group_choice,
-                self._delta_choices,
+                group,
+                self.planned.delta_groups,
                 self.config,
                 device,
-                self.plan,
-                self._chosen,
+                bulk.plan,
+                bulk.transport,
                 fragments,
                 sleeps=gives_memory_back(self._endpoint),
                 rewritten={}
@@ -285,9 +149,9 @@ class RefitEngine:
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
                 source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
                 landed=None if engine is None else engine.landed,
-                as_planned=self._as_planned,
+                as_planned=self.planned.as_planned,
             )
-            self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
+            self._shared_scales = SharedScales.open(self.channel, group, bulk.cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
         self._expect()
@@ -298,7 +162,7 @@ class RefitEngine:
         self._misc_names = [spec.name for spec in misc]
         self._misc = PackedBroadcast.open(
             self.channel,
-            self._group_choice,
+            group,
             misc,
             self.config,
             device,
@@ -386,9 +250,7 @@ class RefitEngine:
         Raises:
             RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
         """
-        fragments = self._as_planned(
-            self._agreed.again(self.channel, lambda: self._fragments(self.manifest.specs()))
-        )
+        fragments = self.planned.fragments_now(self.channel)
         if self._bulk is not None:
             self._bulk.bind(fragments)
             self._expect()
@@ -579,7 +441,8 @@ class RefitEngine:
         if not self.way.shared_memory or self.transport_name in ONE_SIDED:
             return reason
         # The reason may already name two ranks of one GPU.
-        return f"{reason}; {self._group_choice.how if self._group_choice.why in reason else self._group_choice.reason}"
+        group = self.planned.group
+        return f"{reason}; {group.how if group.why in reason else group.reason}"
 
     @property
     def staging_bytes(self) -> int:
@@ -614,67 +477,6 @@ class RefitEngine:
                 rank=self.world.rank,
             )
         return one
-
-    def _agreed_of(self, fragments: Sequence[Fragment], refused: Mapping[str, str]) -> AgreedFragments:
-        if self.world.is_source:
-            # The others travel as the export gives them, which is checked as it is drawn.
-            return AgreedFragments(fragments, {e.spec.name for e in self.manifest if e.route != "bulk"})
-        # An engine's own loader writes where its fragments lie, too.
-        return AgreedFragments(fragments, refused)
-
-    def _places(self, device: torch.device) -> list[GpuFacts]:
-        """Every rank's host, and what it can do with its GPU."""
-        told = self.channel.vote_as("places", facts(device))
-        away = [self.world.describe(r) for r, place in enumerate(told) if place.host != told[0].host]
-        if self.way.shared_memory and away:
-            raise RefitError(
-                f"{self.name} joins the processes of one host, and {', '.join(away)} is not on trainer rank 0's; nothing "
-                "was written. Use the engine nccl_xfer, or a refit world for each host",
-                stage="handshake",
-                rank=self.world.rank,
-            )
-        return told
-
-    def _exchanges_over_it(self) -> bool:
-        """Whether anything surely goes through the group of all ranks: one-sided writes alone need none."""
-        if self.way.all_misc or self._chosen[0] not in ONE_SIDED or self.manifest.specs("misc"):
-            return True
-        return self.config.delta != "off" and self._delta_choices[0] == self._group_choice
-
-    def _choose_delta_groups(self, places: Sequence[GpuFacts]) -> tuple[GroupChoice, ...]:
-        """What sparse refits may go over, the best first."""
-        if self._chosen[0] not in ONE_SIDED:
-            return (self._group_choice,)
-        return choose_delta_groups(places, self._group_choice)
-
-    def _tell_holdings(self, ours: Holdings, table: SpecTable) -> list[Holdings]:
-        """What every rank holds. Groups are told one by one, since many ranks hold the same."""
-        told = self.channel.vote_parts("holdings", ours.to_parts())
-        read = HoldingsReader(table)
-        return [read.holdings(rank, row) for rank, row in enumerate(told)]
-
-    def _as_planned(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """This rank's fragments by the axes of the plan's boxes."""
-        if not self._axes:
-            return list(fragments)
-        return [
-            part
-            for fragment in fragments
-            for part in (
-                fragment.seen_by(self._axes[fragment.name]) if fragment.name in self._axes else [fragment]
-            )
-        ]
-
-    def _fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
-        if not self.world.is_source:
-            fragments, refused = cast(WeightDestination, self._endpoint).fragments(list(specs))
-            require_written_once(fragments, self.world.rank)
-        elif self.way.all_misc:
-            return [], {}  # a trainer's shards do not matter: it exports whole weights
-        else:
-            fragments, refused = cast(WeightSource, self._endpoint).fragments()
-        most_itemsize = MOST_ITEMSIZE if self.config.delta != "off" else float("inf")
-        return fragments, unlike_their_bytes(fragments, most_itemsize) | refused
 
 
 def _lazily(source: WeightSource, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -270,11 +270,11 @@ def _sparse_refits(scene: Scene, session: RefitSession, share: float) -> DeltaRe
 
 def _pair_bytes(scene: Scene, session: RefitSession) -> Ints | None:
     """As of :class:`RefitResult`, from the messages of all ranks' own plans."""
-    ranks, plan = scene.ranks, session.engine.plan
-    if not isinstance(plan, Plan):
+    ranks, bulk = scene.ranks, session.engine.planned.bulk
+    if bulk is None or not isinstance(bulk.plan, Plan):
         return None
     sent = np.zeros((ranks.size, ranks.size), dtype=np.int64)
-    for message in (message for messages in plan.sends for message in messages):
+    for message in (message for messages in bulk.plan.sends for message in messages):
         sent[message.source, message.destination] += message.payload_bytes
     return cast(Ints, np.sum(ranks.collect(sent), axis=0))
 

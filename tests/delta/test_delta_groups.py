@@ -20,10 +20,12 @@ from rlrefit.integration.comm import device_group, opening
 from rlrefit.integration.comm.device_group import DeviceGroup
 from rlrefit.integration.comm.opening import GroupChoice
 from rlrefit.integration.comm.shared_memory import SharedMemory
-from rlrefit.integration.engine.refit import RefitEngine
+from rlrefit.integration.engine import refit
+from rlrefit.integration.engine.epoch_plan import EpochPlan
 from rlrefit.integration.errors import TransportUnavailable
 from rlrefit.integration.gpu_memory import buckets
 from rlrefit.integration.gpu_memory.driver import DriverError
+from rlrefit.integration.layout import Fragment
 from tests.colocated.worlds import left_behind, nothing_left
 from tests.refit.synthetic import run_world
 
@@ -98,7 +100,13 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def over(monkeypatch: pytest.MonkeyPatch, *choices: GroupChoice) -> None:
-    monkeypatch.setattr(RefitEngine, "_choose_delta_groups", lambda *_: choices)
+    plan_epoch = refit.plan_epoch
+
+    def with_these(*args: Any) -> tuple[EpochPlan, list[Fragment]]:
+        plan, fragments = plan_epoch(*args)
+        return replace(plan, delta_groups=choices), fragments
+
+    monkeypatch.setattr(refit, "plan_epoch", with_these)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

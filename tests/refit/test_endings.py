@@ -277,7 +277,7 @@ def test_scales_that_can_not_take_their_group_over_leave_it_closed(monkeypatch: 
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         slots = shared_scales.CutSlots(4, {}, {})
-        return make(session._channel, session.engine._group_choice, slots, endpoint.device)
+        return make(session._channel, session.engine.planned.group, slots, endpoint.device)
 
     trainers = run_world(*world(1), body)[:2]
     assert [type(error) for error in trainers] == [Broken, Broken]

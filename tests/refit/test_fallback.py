@@ -11,7 +11,7 @@ from rlrefit.integration.comm.group import Group
 from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.engine import bulk, refit
+from rlrefit.integration.engine import bulk, epoch_plan
 from rlrefit.integration.errors import PeerLost, TransportUnavailable
 from rlrefit.integration.plan import Plan
 from rlrefit.integration.session import RefitSession
@@ -74,7 +74,7 @@ def four_refits(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
 def run(monkeypatch: pytest.MonkeyPatch, refuses: range, transport: str) -> list[Any]:
     """Four refits of all ranks, where rank 1 refuses these bindings."""
     monkeypatch.setattr(bulk, "make_transport", make)
-    monkeypatch.setattr(refit, "choose", lambda *_: ("ipc", "the test says so"))
+    monkeypatch.setattr(epoch_plan, "choose", lambda *_: ("ipc", "the test says so"))
     monkeypatch.setattr(OnceShareable, "refuses", refuses)
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport=transport)
     return run_world(*world(RANKS - 2), four_refits, config)
