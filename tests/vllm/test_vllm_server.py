@@ -261,6 +261,8 @@ def test_a_refit_is_one_call_unless_requests_are_waited_for_or_the_server_lacks_
 
     monkeypatch.setattr(HttpCalls, "ask", noted)
     assert refit(1) == ["/refit"]
+    # As errors advise where vLLM keeps something of the old weights.
+    assert served.post("finish_weight_update").ok
     assert "/refit" not in (of_vllm := refit(0, mode="wait"))
     monkeypatch.setattr(server, "_AT_ONCE", "/refit_of_another_release")
     assert refit(1) == ["/refit_of_another_release", *(path.replace("wait", "keep") for path in of_vllm)]

@@ -192,12 +192,9 @@ PAUSING = (Needed("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_
 # By which a server's process refits in one call.
 REFITTING = (
     Needed("fastapi", "FastAPI.include_router", ("router",)),
-    Needed("vllm.distributed.weight_transfer.base", "WeightTransferUpdateRequest", ("update_info",)),
     Needed("vllm.v1.engine.exceptions", "EngineDeadError"),
     Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
-    Needed(_ASYNC, "AsyncLLM.start_weight_update"),
-    Needed(_ASYNC, "AsyncLLM.update_weights", ("request",)),
-    Needed(_ASYNC, "AsyncLLM.finish_weight_update"),
+    Needed(_ASYNC, "AsyncLLM.collective_rpc", ("method", "kwargs")),
     Needed(_ASYNC, "AsyncLLM.resume_generation"),
     Needed(_ASYNC, "AsyncLLM.is_paused"),
 )

@@ -1,6 +1,7 @@
 """``POST /refit`` of a vLLM server in development mode: a whole refit in one call.
 
-Over vLLM's own calls a refit takes seven, each of which costs milliseconds that the trainer waits for.
+Over vLLM's own calls a refit takes seven, each of which costs milliseconds that the trainer waits for. So does each that the server
+makes of its engine, which are four here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ..common.answers import REFIT_ERROR
 from .driver import PauseMode
 
 PATH = "/refit"
@@ -31,7 +30,7 @@ async def refit(raw_request: Request) -> JSONResponse:
     """Pause, receive the weights, and resume.
 
     The body has ``version`` and ``mode``, of the pause. The answer has ``results``, the workers' records, or an ``error``; whether
-    the server ``was_paused`` before; and whether an update was opened (``sent``). After a failure the server stays as it is then.
+    the server ``was_paused`` before; and whether the workers were asked (``sent``). After a failure the server stays as it is then.
     """
     try:
         asked = _Asked.model_validate_json(await raw_request.body())
@@ -43,13 +42,11 @@ async def refit(raw_request: Request) -> JSONResponse:
         # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
         if not (so_far["was_paused"] and await _asleep(llm)):
             await llm.pause_generation(mode=asked.mode)
-        await llm.start_weight_update()
         so_far["sent"] = True
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": asked.version}))
-        await llm.finish_weight_update()
-        records = await llm.collective_rpc("refit_record")
-        if not any(REFIT_ERROR in record for record in records):
-            await llm.resume_generation()
+        # As AsyncLLM.update_weights does, which keeps the records to itself.
+        update_info = {"version": asked.version, "alone": True}
+        records = await llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
+        await llm.resume_generation()
     except EngineDeadError:
         raise  # vLLM's server ends then
     except Exception as error:  # whatever it is: the client has to hear how far it came

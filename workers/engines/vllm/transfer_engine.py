@@ -56,9 +56,16 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """What ``update_weights`` takes: the version of the weights that arrive, the same as on the trainer."""
+    """What ``update_weights`` takes.
+
+    Attributes:
+        version: of the weights that arrive, the same as on the trainer.
+        alone: needs neither ``start_weight_update`` before it nor ``finish_weight_update`` after it. The latter may follow, where the
+            engine's core could not drop what the old weights made.
+    """
 
     version: int
+    alone: bool = False
 
 
 class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
@@ -107,6 +114,8 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         """Receive all weights once and commit; returns this rank's record."""
         refit = self._opened()
         info: RefitUpdateInfo = self.parse_update_info(update_info)
+        if info.alone:
+            self.start(worker)
         if not self._updating:
             raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
         try:
