@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import re
@@ -49,6 +50,15 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+@functools.cache
+def _direct() -> urllib.request.OpenerDirector:
+    """Made once, since that reads all certificates of the host, in tens of milliseconds.
+
+    It does not go by the environment's proxies either: the server's workers reach the trainer without one, and what is asked holds secrets.
+    """
+    return urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+
+
 class HttpCalls:
     """Calls one server, directly, and none that it redirects to.
 
@@ -64,8 +74,6 @@ class HttpCalls:
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
         self.url = _require_address(url)
         self.timeout_s = timeout_s
-        # Not by the environment's proxies either: the server's workers reach the trainer without one, and what is asked holds secrets.
-        self._opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -98,7 +106,7 @@ class HttpCalls:
         request = urllib.request.Request(self.url + path, body, self._headers, method=method)
         try:
             try:
-                with self._opener.open(request, timeout=limit_s) as response:
+                with _direct().open(request, timeout=limit_s) as response:
                     return HttpAnswer(response.status, _read(response.read()))
             except urllib.error.HTTPError as error:  # an answer too, and its end may be missing as well
                 if error.code in _REDIRECTIONS:
