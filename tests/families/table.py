@@ -25,7 +25,7 @@ from rlrefit.recipes.plan.catalog import (
 
 from .cases import CASES, Layout
 from .checkpoints import CONFIGS, config_of
-from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, is_of, is_prediction
+from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, Parts, is_of, is_prediction
 from .report import LONG_WALK_S, Report, examine
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +73,8 @@ _FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 def support(report: Report) -> str:
     """The table of docs/support.md."""
     lines = [
-        "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang: tiny |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang: tiny | true shapes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in _FAMILIES:
@@ -84,6 +84,7 @@ def support(report: Report) -> str:
             _tiny(family, TRANSFORMERS, report),
             _true_of(family, TRANSFORMERS),
             _tiny(family, SGLANG, report),
+            _true_of(family, SGLANG),
         )
         alike.setdefault(cells, []).append(_TITLES[family])
     lines += [f"| {' | '.join(['; '.join(titles), *cells])} |" for cells, titles in alike.items()]
@@ -101,14 +102,14 @@ def page(report: Report) -> str:
         lines.append(f"| {_TITLES[family]} | {layouts} | {_percent(tiny_share(family, None, report))} |")
     lines += [
         "",
-        "| models, in their true shapes | placed by the trainer | vLLM | transformers |",
-        "| --- | --- | --- | --- |",
+        "| models, in their true shapes | placed by the trainer | vLLM | transformers | SGLang |",
+        "| --- | --- | --- | --- | --- |",
     ]
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in bundled_models():
         cells = (
             _percent(true_share(name, None)),
-            *(_true(name, engine) for engine in (VLLM, TRANSFORMERS)),
+            *(_true(name, engine) for engine in (VLLM, TRANSFORMERS, SGLANG)),
         )
         alike.setdefault(cells, []).append(name)
     lines += [f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()]
@@ -155,7 +156,9 @@ def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
 def true_share(name: str, engine: Engine | None, *, alone: bool = False) -> float:
     """The same of a bundled model, as ``rlrefit plan`` has it; ``alone``: of its language model without the encoder."""
     sizes = {"bulk": 0, "misc": 0}
-    for (route, is_refused), nbytes in _planned_bytes(name, alone).items():
+    # What vLLM refuses the plan knows.
+    parts = () if engine is None or engine is VLLM else _refused_by(engine, name, alone)
+    for (route, is_refused), nbytes in _planned_bytes(name, alone, parts).items():
         # The plan's engine is vLLM, which leaves aside what the others do.
         if engine is None or (route == "misc" and engine is not VLLM):
             route = "misc" if is_refused else "bulk"
@@ -177,14 +180,24 @@ def planned(model: Model) -> tuple[Manifest, set[str]]:
 
 
 @functools.cache
-def _planned_bytes(name: str, alone: bool) -> Mapping[tuple[str, bool], int]:
-    """By route, and by whether the trainer refuses it; the weights of all models would be a burden to the collector."""
+def _planned_bytes(name: str, alone: bool, parts: Parts) -> Mapping[tuple[str, bool], int]:
+    """By route, and by whether the trainer refuses it or its name has one of ``parts``.
+
+    The weights of all models would be a burden to the collector.
+    """
     model = open_model(name)
     manifest, refused = planned(Model(name, model.config["text_config"]) if alone else model)
     sizes: Counter[tuple[str, bool]] = Counter()
     for entry in manifest:
-        sizes[entry.route, entry.spec.name in refused] += entry.spec.nbytes
+        is_refused = entry.spec.name in refused or is_of(entry.spec.name, parts)
+        sizes[entry.route, is_refused] += entry.spec.nbytes
     return sizes
+
+
+def _refused_by(engine: Engine, name: str, alone: bool) -> Parts:
+    config = open_model(name).config
+    kind = _kind(config["text_config"] if alone else config)
+    return next((parts for family, parts in engine.misc.items() if _kind(CONFIGS[family]) == kind), ())
 
 
 def _told(layout: Layout) -> str:

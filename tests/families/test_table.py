@@ -8,7 +8,7 @@ from rlrefit.recipes.plan.catalog import Model, bundled_models
 from rlrefit.recipes.plan.catalog.families import FAMILIES
 
 from .checkpoints import CONFIGS
-from .expected import MISC, TRANSFORMERS, VLLM, is_of, is_prediction
+from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, is_of, is_prediction
 from .table import planned, true_share
 
 _PLANNED = [family for family in VLLM.misc if CONFIGS[family]["model_type"] in FAMILIES]
@@ -16,7 +16,7 @@ _PLANNED = [family for family in VLLM.misc if CONFIGS[family]["model_type"] in F
 
 @pytest.mark.parametrize("name", bundled_models())
 def test_almost_all_bytes_of_true_shapes_arrive_shard_to_shard(name: str) -> None:
-    assert all(true_share(name, engine) > 0.999 for engine in (VLLM, TRANSFORMERS))
+    assert all(true_share(name, engine) > 0.999 for engine in (VLLM, TRANSFORMERS, SGLANG))
 
 
 @pytest.mark.parametrize("family", _PLANNED)
