@@ -81,8 +81,7 @@ def noise(n: int, k: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def compare(interpret: bool) -> None:
-    shapes = ((64, 16), (128, 48), (64, 208))
+def compare(interpret: bool, shapes: Sequence[tuple[int, int]] = ((64, 16), (128, 48), (64, 208))) -> None:
     maps = torch.stack([torch.full((256,), 9, dtype=torch.uint8), became(torch.arange(256).to(torch.uint8))])
     jobs, memory, expected = [], [], []
     for seed, (n, k) in enumerate(shapes):
@@ -126,6 +125,11 @@ def compare_largest(interpret: bool) -> None:
 
 def test_torch_makes_marlins_order_of_what_was_loaded() -> None:
     compare(interpret=False)
+
+
+def test_marlins_order_of_20_random_shapes_is_found_out_and_made_exactly() -> None:
+    draw = random.Random(0)
+    compare(False, [(64 * draw.randint(1, 5), 16 * draw.randint(1, 20)) for _ in range(20)])
 
 
 def test_the_kernels_make_marlins_order_of_what_was_loaded() -> None:
