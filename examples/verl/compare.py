@@ -45,6 +45,7 @@ WAYS = {
     "nccl": [f"{_BACKEND}=nccl", _NO_EXTENSION, _NO_MODULE],
     "sync": [*_SHARED, "trainer.v1.trainer_mode=sync", f"{_BACKEND}=naive", _NO_EXTENSION, _NO_MODULE],
     "rlrefit_sync": [*_SHARED, "trainer.v1.trainer_mode=rlrefit_sync"],
+    "rlrefit_colocate_async": [*_SHARED, "trainer.v1.trainer_mode=rlrefit_colocate_async"],
     "rlrefit_sync_fp8": [
         *_SHARED,
         "trainer.v1.trainer_mode=rlrefit_sync",
