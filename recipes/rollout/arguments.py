@@ -17,10 +17,15 @@ from ..config.model import EXPERT_KEYS, quantization_of
 from ..config.schema import TrainConfig
 
 
-def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def vllm_arguments(
+    config: TrainConfig, hf_config: Mapping[str, Any] | None = None, gpus: int = 1
+) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be resolved.
 
-    ``hf_config`` is the checkpoint's config.json; without it, the model is taken for one without experts.
+    Args:
+        config: the recipe.
+        hf_config: the checkpoint's config.json; without it, the model is taken for one without experts.
+        gpus: of each rank; 0 on a machine without.
     """
     generation, vllm = config.generation, config.generation.vllm
     arguments: dict[str, Any] = {
@@ -52,7 +57,8 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
     if config.policy.refit.lora == "adapter":
         rank = min(size for size in VLLM_LORA_RANKS if size >= config.trainer.lora.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype == "auto":
+    plain = generation.weight_dtype == "auto" and config.policy.qat == "off"
+    if hf_config is not None and _has_plain_experts(hf_config) and plain:
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
@@ -72,7 +78,18 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
         overrides = {"quantization_config": made.quantization_config}
         arguments |= {"hf_overrides": overrides, "load_format": "dummy"}
+        if has_experts(hf_config or {}):
+            arguments |= _nvfp4_experts(qat, gpus)
     return arguments
+
+
+def _nvfp4_experts(qat: QATConfig, gpus: int) -> dict[str, Any]:
+    """Of an engine that holds experts in NVFP4, if it may not choose by itself what computes with them."""
+    if not qat.activations:
+        # vLLM's other backends would quantize inputs, too, by scales that nobody sends.
+        return {"moe_backend": "marlin"}
+    # Before Blackwell vLLM takes Marlin by itself; on CPUs it has no other than the emulation, and does not take that.
+    return {} if gpus else {"moe_backend": "emulation"}
 
 
 def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:

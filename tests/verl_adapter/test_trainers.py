@@ -10,8 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples.verl.on_cpus import CPU, PLATFORM, named_vllm
-from tests.ahead import FoundAhead, keeping_time
+from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
 from tests.ray_cluster import patient_ray
 from tests.spawn import PATIENT_S, run_alone
 from tests.verl_adapter.test_shards import LOADED
@@ -47,7 +49,20 @@ class Run:
 
 
 @keeping_time  # Ray gives a cluster half a minute to come up
-def grpo(folder: Path) -> Run:
+def train_sync(folder: Path) -> Run:
+    """By verl's ``sync``."""
+    return _grpo(folder, "rlrefit_sync")
+
+
+# It differs in when verl generates: before the update that its steps end with.
+@of_all_tests
+@keeping_time
+def train_colocate_async(folder: Path) -> Run:
+    """By verl's ``colocate_async``."""
+    return _grpo(folder, "rlrefit_colocate_async")
+
+
+def _grpo(folder: Path, way: str) -> Run:
     """Two steps by the example's configuration."""
     path = [named_vllm(folder), str(ROOT), str(EXAMPLES)]
     metrics = folder / "metrics.jsonl"
@@ -61,7 +76,7 @@ def grpo(folder: Path) -> Run:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": ":".join(path),
     }
-    run_alone(_drive, folder, path, environment=own, timeout_s=PATIENT_S, made_by=vllm_processes)
+    run_alone(_drive, folder, way, path, environment=own, timeout_s=PATIENT_S, made_by=vllm_processes)
 
     def lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
@@ -72,7 +87,7 @@ def grpo(folder: Path) -> Run:
     )
 
 
-def _drive(folder: Path, path: Sequence[str]) -> None:
+def _drive(folder: Path, way: str, path: Sequence[str]) -> None:
     sys.path[:0] = path
     import ray
     import verl
@@ -90,7 +105,7 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
             "grpo_arithmetic",
             [
                 f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]",
-                *example.WAYS["rlrefit_sync"],
+                *example.WAYS[way],
                 *example._ON_CPUS,
                 f"+ray_kwargs.ray_init.runtime_env.py_executable={python}",
                 *SMALL,
@@ -102,13 +117,20 @@ def _drive(folder: Path, path: Sequence[str]) -> None:
             ray.shutdown()
 
 
-AHEAD = (grpo,)
+AHEAD = (train_sync, train_colocate_async)
 
 
-def test_the_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_each_step(
-    found_ahead: FoundAhead,
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_sync, id="sync"),
+        pytest.param(train_colocate_async, id="colocate_async", marks=pytest.mark.full),
+    ],
+)
+def test_a_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_each_step(
+    found_ahead: FoundAhead, train: Work
 ) -> None:
-    run = found_ahead.by(grpo)
+    run = found_ahead.by(train)
     assert [line["step"] for line in run.logged if UPDATE in line["data"]] == [1, 2]
     for records in (run.sent, run.received):
         # Before the first step, and at the end of each.

@@ -474,6 +474,26 @@ def test_a_server_that_was_restarted_is_met_anew(served: Served):
     assert served.complete(PROMPT) == tokens
 
 
+@pytest.mark.parametrize("instead_of", ["update_weights", "refit_serving_version"])
+def test_an_engine_that_ends_instead_of_an_answer_is_noticed_at_once(
+    served: Served, asked: Callable[..., None], monkeypatch: pytest.MonkeyPatch, instead_of: str
+):
+    """The last of this server. vLLM leaves such a call without an answer."""
+    served.probe("probe_end_the_engine_instead_of", instead_of)
+    at_once = instead_of == "update_weights"
+    if not at_once:
+        asked("/update_weights", lambda path, fields: (path, {"update_info": {}}))
+    begun = time.monotonic()
+    with pytest.raises(RefitError, match="POST /(refit|update_weights) with 500.*stays paused"):
+        served.client.refit(served.version + 1)
+    assert time.monotonic() - begun < sum(server._AFTERWARDS_S) / 2
+    if at_once:
+        served.running.close()
+        served.restart()
+        served.version = -1
+        served.meet()
+
+
 def test_a_server_that_cannot_be_refitted_is_told_how_to_start(checkpoints: tuple[str, str]):
     url = f"http://127.0.0.1:{free_port()}"
     with (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
 from typing import Any
 
@@ -32,6 +35,17 @@ class ProbeExtension(VllmRefitExtension):
             raise PeerLost("a trainer died in the middle", stage="transfer", rank=2, blamed=1)
 
         refit.refit = failing
+
+    def probe_end_the_engine_instead_of(self, method: str) -> None:
+        """End the engine core, whose worker this is, where this worker would answer."""
+
+        def ending(*args: Any, **kwargs: Any) -> None:
+            core = multiprocessing.parent_process()
+            assert core is not None
+            os.kill(core.pid, signal.SIGKILL)
+            time.sleep(60)  # of which the watch on parents leaves a second
+
+        setattr(self, method, ending)
 
     def probe_pace(self, seconds: float) -> None:
         """Let each step of the model take that much longer, so that a request outlasts what a test does beside it; 0 for none."""

@@ -7,13 +7,15 @@ requests run, and drops what the old weights made (:func:`~.patches.watch_weight
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, get_args
 
 from ....integration.config import RefitConfig
 from ....integration.control import Rendezvous
 from ....integration.control.channel import refusals_told
-from ....integration.errors import EngineDirty, RefitError
+from ....integration.errors import EngineDirty, RefitError, RefitTimeout
 from ..common.answers import heard, raise_refit_errors
 from ..common.http_calls import STAGE, HttpAnswer, HttpCalls, NotReached
 from .driver import PauseMode, one_version
@@ -28,8 +30,9 @@ _ASLEEP = "refit_asleep"
 _AT_ONCE = "/refit"
 # What servers and proxies answer that have no such route, or let none through.
 _LACKING = (403, 404, 405, 501)
-# Seconds for the calls that follow a failed one.
-_AFTERWARDS_S = 30.0
+# Seconds for a call that follows a failed one, and again if it was not answered: an engine that ends leaves calls without an answer,
+# which the server's health alone tells.
+_AFTERWARDS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 
 
 @dataclass
@@ -219,8 +222,8 @@ class VllmServer:
         self._rpc("close_refit")
         self._limit_s = None
 
-    def _is_paused(self) -> bool:
-        return bool(self._checked("GET /is_paused", self._http.ask("GET", "/is_paused"))["is_paused"])
+    def _is_paused(self, timeout_s: float | None = None) -> bool:
+        return bool(self._get("/is_paused", timeout_s)["is_paused"])
 
     def _asleep(self) -> bool:
         return any(answer["asleep"] for answer in self._rpc(_ASLEEP))
@@ -237,9 +240,8 @@ class VllmServer:
         """The version that all workers are known to hold whole; None if that is not known, as where another one may have been ``sent``
         and not all of them answer."""
         try:
-            answers = self._rpc("refit_serving_version", _AFTERWARDS_S)
-            asked = self._http.ask("GET", "/get_world_size", timeout_s=_AFTERWARDS_S)
-            workers = self._checked("GET /get_world_size", asked)["world_size"]
+            answers = self._afterwards(partial(self._rpc, "refit_serving_version"))
+            workers = self._afterwards(partial(self._get, "/get_world_size"))["world_size"]
             if sent and len(answers) < workers:
                 # vLLM passes on the answers of the first data-parallel replica alone.
                 logger.warning(
@@ -254,8 +256,7 @@ class VllmServer:
     def _paused_at_last(self) -> bool:
         """Whether the server is paused after a failed refit, or does not tell."""
         try:
-            asked = self._http.ask("GET", "/is_paused", timeout_s=_AFTERWARDS_S)
-            return bool(self._checked("GET /is_paused", asked)["is_paused"])
+            return self._afterwards(self._is_paused)
         except RefitError as error:
             logger.warning("the server does not tell whether it is paused: %s", error)
             return True
@@ -263,15 +264,32 @@ class VllmServer:
     def _resumed(self) -> bool:
         """Resume; whether it did."""
         try:
-            self._post("/resume", timeout_s=_AFTERWARDS_S)
+            self._afterwards(partial(self._post, "/resume", None))
         except RefitError as error:
             logger.warning("the server could not be resumed: %s", error)
             return False
         return True
 
+    def _afterwards[T](self, ask: Callable[[float], T]) -> T:
+        """What ``ask`` gives, which takes its limit in seconds and may be called again.
+
+        Raises:
+            RefitError: also that the server is not healthy, once it has not answered.
+        """
+        for limit_s in _AFTERWARDS_S:
+            try:
+                return ask(limit_s)
+            except RefitTimeout as error:
+                late = error
+                self._get("/health", limit_s)
+        raise late
+
     def _rpc(self, method: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
         found = self._post("/collective_rpc", {"method": method}, timeout_s)
         return raise_refit_errors(found["results"])
+
+    def _get(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
+        return self._checked(f"GET {path}", self._http.ask("GET", path, timeout_s=timeout_s))
 
     def _post(
         self, path: str, fields: dict[str, Any] | None = None, timeout_s: float | None = None
