@@ -19,7 +19,7 @@ from .algorithms.losses import PolicyLossConfig
 from .config.engines import needs_bfloat16
 from .config.load import ConfigError
 from .config.machine import name_violations
-from .config.model import size_violations
+from .config.model import local_hf_config, packed_experts_violations, size_violations
 from .config.schema import TrainConfig, TrainerConfig
 from .loop import TrainingLoop
 from .policy.group import TrainerGroup
@@ -126,8 +126,8 @@ def _train_in(
             stack.enter_context(ray_cluster(config.ray, ranks))
             stack.enter_context(_ended_as_interrupted())
             gpus = gpus_per_rank()
-            if not gpus and (large := [wrong.text for wrong in size_violations(config, "Ray finds no GPU")]):
-                raise ConfigError(config.name, large)
+            if not gpus:
+                _require_for_cpus(config, model_path)
             config = _with_dtype(config, gpus)
             if gpus and config.generation.backend == "sglang":
                 config = with_sglang_environment(config)
@@ -178,6 +178,16 @@ def _train_in(
     if done < config.algorithm.steps:
         raise Interrupted(f"stopped after step {done}, which is saved; resume=true goes on from there")
     return folder
+
+
+def _require_for_cpus(config: TrainConfig, model_path: str) -> None:
+    lack, hf_config = "Ray finds no GPU", local_hf_config(model_path)
+    found = [
+        *size_violations(config, lack),
+        *(() if hf_config is None else packed_experts_violations(config, hf_config, lack)),
+    ]
+    if found:
+        raise ConfigError(config.name, [wrong.text for wrong in found])
 
 
 def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:

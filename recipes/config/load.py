@@ -19,7 +19,14 @@ from .machine import (
     resolve_data_path,
     weight_violations,
 )
-from .model import catalog_model, catalog_violations, local_hf_config, shape_violations, size_violations
+from .model import (
+    catalog_model,
+    catalog_violations,
+    local_hf_config,
+    packed_experts_violations,
+    shape_violations,
+    size_violations,
+)
 from .schema import TrainConfig
 from .schema_check import check_tree
 
@@ -32,6 +39,8 @@ __all__ = [
     "model_violations",
     "resolve_data_path",
 ]
+
+_NO_GPU = "torch finds no GPU on this machine"
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = False) -> TrainConfig:
@@ -87,13 +96,16 @@ def model_violations(config: TrainConfig, hf_config: Any) -> list[str]:
 
 
 def _run_checks(config: TrainConfig) -> list[Violation]:
-    on_cpus = config.ray.address is None and not torch.cuda.device_count()
     return [
         *package_violations(config),
         *weight_violations(config),
         *name_violations(config),
-        *(size_violations(config, "torch finds no GPU on this machine") if on_cpus else ()),
+        *(size_violations(config, _NO_GPU) if _on_cpus(config) else ()),
     ]
+
+
+def _on_cpus(config: TrainConfig) -> bool:
+    return config.ray.address is None and not torch.cuda.device_count()
 
 
 def _model_checks(config: TrainConfig) -> list[Violation]:
@@ -108,9 +120,14 @@ def _model_checks(config: TrainConfig) -> list[Violation]:
         bundled = catalog_model(config)
     except ValueError as error:
         return [Violation(("model.catalog",), f"model.catalog: {error}")]
-    if hf_config is not None:
-        return [*shape_violations(config, hf_config), *catalog_violations(config, hf_config)]
-    return shape_violations(config, bundled.config) if bundled is not None else []
+    keys = hf_config if bundled is None or hf_config is not None else bundled.config
+    if keys is None:
+        return []
+    return [
+        *shape_violations(config, keys),
+        *(catalog_violations(config, hf_config) if hf_config is not None else ()),
+        *(packed_experts_violations(config, keys, _NO_GPU) if _on_cpus(config) else ()),
+    ]
 
 
 def _with_origins(violations: Iterable[Violation], origins: Mapping[str, str]) -> Iterable[str]:

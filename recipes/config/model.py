@@ -99,6 +99,30 @@ def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
         )
 
 
+def packed_experts_violations(
+    config: TrainConfig, hf_config: Mapping[str, Any], lack: str
+) -> Iterator[Violation]:
+    """Experts in NVFP4, which vLLM computes with on GPUs alone: its emulation of them is written in Triton.
+
+    Args:
+        config: the recipe.
+        hf_config: keys of config.json.
+        lack: who finds no GPU, and where, for the text.
+    """
+    if config.policy.qat != "off" and _experts_of(hf_config) is not None:
+        yield Violation(
+            ("policy.qat", "model.path", "ray.address"),
+            f"policy.qat: {config.policy.qat}, but the model has experts, which vLLM computes in NVFP4 on GPUs alone, and {lack}; give "
+            "off, or ray.address of a cluster with some",
+        )
+
+
+def _experts_of(hf_config: Mapping[str, Any]) -> int | None:
+    """How many routed experts a layer has; None of a model without."""
+    text = hf_config.get("text_config") or hf_config
+    return next((text[key] for key in EXPERT_KEYS if text.get(key)), None)
+
+
 def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
     """Where the checkpoint is not of the shapes that the recipe was checked and planned with."""
     model = catalog_model(config)
@@ -145,7 +169,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             found.append(Violation((key, "model.path"), f"{key}: {problem}; give a divisor of {total}"))
 
     trainer = config.trainer
-    experts = next((text[key] for key in EXPERT_KEYS if text.get(key)), None)
+    experts = _experts_of(hf_config)
     sizes = {
         "trainer.tensor_parallel": trainer.tensor_parallel,
         "generation.tensor_parallel": config.generation.tensor_parallel,

@@ -17,15 +17,10 @@ from ..config.model import EXPERT_KEYS, quantization_of
 from ..config.schema import TrainConfig
 
 
-def vllm_arguments(
-    config: TrainConfig, hf_config: Mapping[str, Any] | None = None, gpus: int = 1
-) -> dict[str, Any]:
+def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be resolved.
 
-    Args:
-        config: the recipe.
-        hf_config: the checkpoint's config.json; without it, the model is taken for one without experts.
-        gpus: of each rank; 0 on a machine without.
+    ``hf_config`` is the checkpoint's config.json; without it, the model is taken for one without experts.
     """
     generation, vllm = config.generation, config.generation.vllm
     arguments: dict[str, Any] = {
@@ -78,18 +73,10 @@ def vllm_arguments(
         made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
         overrides = {"quantization_config": made.quantization_config}
         arguments |= {"hf_overrides": overrides, "load_format": "dummy"}
-        if has_experts(hf_config or {}):
-            arguments |= _nvfp4_experts(qat, gpus)
+        if has_experts(hf_config or {}) and not qat.activations:
+            # vLLM's other backends would quantize inputs, too, by scales that nobody sends.
+            arguments["moe_backend"] = "marlin"
     return arguments
-
-
-def _nvfp4_experts(qat: QATConfig, gpus: int) -> dict[str, Any]:
-    """Of an engine that holds experts in NVFP4, if it may not choose by itself what computes with them."""
-    if not qat.activations:
-        # vLLM's other backends would quantize inputs, too, by scales that nobody sends.
-        return {"moe_backend": "marlin"}
-    # Before Blackwell vLLM takes Marlin by itself; on CPUs it has no other than the emulation, and does not take that.
-    return {} if gpus else {"moe_backend": "emulation"}
 
 
 def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:

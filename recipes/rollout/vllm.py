@@ -122,7 +122,7 @@ class VllmRollouts(EngineRollouts):
     def _arguments(
         self, config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
     ) -> dict[str, Any]:
-        arguments = vllm_arguments(config, hf_config, gpus) | {"seed": engine_seed(config.seed, replica)}
+        arguments = vllm_arguments(config, hf_config) | {"seed": engine_seed(config.seed, replica)}
         if config.generation.colocated.enabled and gpus:
             # vLLM's CPU build has no such mode, and keeps its memory.
             arguments["enable_sleep_mode"] = True

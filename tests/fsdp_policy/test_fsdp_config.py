@@ -83,14 +83,26 @@ def test_tensor_parallelism_cuts_every_expert_under_fsdp_and_not_under_megatron(
     assert shape_violations(config, shape) == []
 
 
-def test_a_policy_in_nvfp4_takes_neither_experts_nor_a_checkpoint_that_is_quantized_already() -> None:
+def test_a_policy_in_nvfp4_takes_no_checkpoint_that_is_quantized_and_none_of_gpt_oss() -> None:
     config = TrainConfig()
     config.policy.qat = "w4a4"
     shape = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    assert shape_violations(config, shape) == []
-    for more in ({"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}):
+    assert shape_violations(config, shape | {"num_experts": 8}) == []
+    for more in ({"quantization_config": {"quant_method": "fp8"}}, {"model_type": "gpt_oss"}):
         (found,) = shape_violations(config, shape | more)
         assert found.keys == ("policy.qat", "model.path")
+
+
+@pytest.mark.parametrize(
+    "model", ["model.path=tiny:qwen3-moe", "model.catalog=qwen3-30b-a3b model.path=org/one-that-is-not-here"]
+)
+def test_experts_in_nvfp4_are_for_machines_with_gpus(model: str) -> None:
+    packed = ["trainer=fsdp", "policy.qat=w4a4", *model.split()]
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo_tiny_vllm", packed)
+    (found,) = caught.value.violations
+    assert found.startswith("policy.qat: w4a4, but the model has experts")
+    assert load_config("grpo_tiny_vllm", [*packed, "ray.address=gpus:6379"]).policy.qat == "w4a4"
 
 
 def test_every_key_reaches_the_policy() -> None:

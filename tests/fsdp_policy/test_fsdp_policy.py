@@ -42,7 +42,7 @@ RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
     "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16, {}),
     "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32, {}),
     ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16, {}),
-    "FSDP4 in NVFP4": ("qwen3", {}, torch.bfloat16, {"qat": QATConfig()}),
+    "FSDP4 in NVFP4": ("qwen3-moe", {}, torch.bfloat16, {"qat": QATConfig()}),
 }
 # Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``).
 _MORE = {"FSDP4", ROUTED_IN_FLOAT32}

@@ -36,6 +36,7 @@ CASES = [
     pytest.param(("trainer=megatron",), id="megatron", marks=MEGATRON),
     # Not w4a4, since vLLM quantizes inputs on Blackwell alone.
     pytest.param(("trainer=fsdp", "policy.qat=w4a16"), id="nvfp4"),
+    pytest.param(("trainer=fsdp", "policy.qat=w4a16", "model.path=tiny:qwen3-moe"), id="nvfp4 experts"),
     pytest.param(("trainer=megatron", "trainer.fp8_param=true", *FP8), id="fp8 parameters", marks=MEGATRON),
     pytest.param(("trainer=fsdp", *FP8), id="fp8 blocks"),
 ]

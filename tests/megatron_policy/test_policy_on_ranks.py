@@ -161,7 +161,7 @@ def _run(root: Path, more: bool) -> World:
         "TP2_EP2_with_adapters": Case(
             paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8, lora=LORA
         ),
-        "PP2_in_NVFP4": Case(paths["qwen3"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
+        "PP2_in_NVFP4": Case(paths["moe"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
     }
     alone = {name: Case(path) for name, path in paths.items()}
     alone["kl"] = Case(paths["qwen3"], **of_grpo)

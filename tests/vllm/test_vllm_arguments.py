@@ -10,6 +10,7 @@ import pytest
 from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import map_nvfp4_backend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import vllm_arguments
+from rlrefit.recipes.tiny.checkpoints import KINDS
 from rlrefit.workers.engines.vllm.layouts import _PLAIN_MOE_BACKENDS
 from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED
 
@@ -87,6 +89,18 @@ def test_an_engine_of_packed_weights_leaves_out_the_layers_that_training_leaves_
         assert engine.is_layer_excluded(module)
     for module in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.self_attn.o_proj"):
         assert not engine.is_layer_excluded(module)
+
+
+@pytest.mark.parametrize(("qat", "backend"), [("w4a16", "MARLIN"), ("w4a4", None)])
+def test_packed_experts_are_computed_by_marlin_where_inputs_stay_as_they_are_and_else_by_vllms_choice(
+    qat: str, backend: str | None
+) -> None:
+    config = load_config(
+        "grpo_tiny_vllm",
+        ["trainer=fsdp", f"policy.qat={qat}", "model.path=tiny:qwen3-moe", "ray.address=gpus:6379"],
+    )
+    asked = vllm_arguments(config, KINDS["qwen3-moe"]).get("moe_backend")
+    assert (None if asked is None else map_nvfp4_backend(asked).name) == backend
 
 
 @pytest.mark.parametrize(

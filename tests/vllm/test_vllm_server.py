@@ -484,7 +484,7 @@ def test_an_engine_that_ends_instead_of_an_answer_is_noticed_at_once(
     if not at_once:
         asked("/update_weights", lambda path, fields: (path, {"update_info": {}}))
     begun = time.monotonic()
-    with pytest.raises(RefitError, match="POST /(refit|update_weights) with 500.*stays paused"):
+    with pytest.raises(RefitError, match=r"POST /(refit|update_weights) with 500.*stays paused"):
         served.client.refit(served.version + 1)
     assert time.monotonic() - begun < sum(server._AFTERWARDS_S) / 2
     if at_once:
