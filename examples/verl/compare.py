@@ -55,6 +55,36 @@ WAYS = {
         "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM='0'",
     ],
     "rlrefit_separate_async": ["trainer.v1.trainer_mode=rlrefit_separate_async"],
+    "one_step_off_policy": [
+        f"{_BACKEND}=nccl_xfer_shards",
+        "trainer.use_v1=false",
+        # As verl's own YAML of this trainer has them.
+        "+rollout.nnodes=1",
+        "+rollout.n_gpus_per_node=1",
+        f"{_ROLLOUT}.free_cache_engine=false",
+        "algorithm.rollout_correction.bypass_mode=true",
+    ],
+    "fully_async_policy": [
+        f"{_BACKEND}=nccl_xfer_shards",
+        "trainer.use_v1=false",
+        "+async_training={staleness_threshold: 0.1, trigger_parameter_sync_step: 1, require_batches: 1, partial_rollout: true, "
+        "use_trainer_do_validate: false}",
+        "+rollout={nnodes: 1, n_gpus_per_node: 1, total_rollout_steps: 96}",
+        "data.train_batch_size=0",
+        "++data.gen_batch_size=1",
+        "++actor_rollout_ref.actor.use_rollout_log_probs=true",
+    ],
+}
+# What verl starts a way by, if that is another script. In its own YAML that names its base by a folder relative to the working directory.
+_MAINS = {
+    "one_step_off_policy": (
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "hydra.searchpath=[pkg://verl.trainer.config]",
+    ),
+    "fully_async_policy": (
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "hydra.searchpath=[pkg://verl.trainer.config]",
+    ),
 }
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"
@@ -111,8 +141,9 @@ def run(way: str, actor: str, folder: Path, overrides: list[str], cpu: bool) -> 
         "RLREFIT_VERL_DATA": str(folder),
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
-    command += ["--config-name", "grpo_arithmetic", *WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
+    main, *found_by = _MAINS.get(way, ("verl.trainer.main_ppo",))
+    command = [sys.executable, "-m", main, "--config-dir", str(here), "--config-name", "grpo_arithmetic"]
+    command += [*found_by, *WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
     modules = [PLATFORM] if cpu else []
     if cpu and actor == "megatron":
         command += WITHOUT_FUSIONS

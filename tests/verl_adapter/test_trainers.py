@@ -62,6 +62,14 @@ def train_colocate_async(folder: Path) -> Run:
     return _grpo(folder, "rlrefit_colocate_async")
 
 
+# By verl's keys alone, beside engines on GPUs of their own. verl starts it by another script.
+@of_all_tests
+@keeping_time
+def train_one_step_off_policy(folder: Path) -> Run:
+    """By verl's ``one_step_off_policy``."""
+    return _grpo(folder, "one_step_off_policy")
+
+
 def _grpo(folder: Path, way: str) -> Run:
     """Two steps by the example's configuration."""
     path = [named_vllm(folder), str(ROOT), str(EXAMPLES)]
@@ -92,6 +100,7 @@ def _drive(folder: Path, way: str, path: Sequence[str]) -> None:
     import ray
     import verl
     from hydra import compose, initialize_config_dir
+    from verl.experimental.one_step_off_policy.main_ppo import OneStepTaskRunner
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
     example = import_module("compare")
@@ -112,12 +121,12 @@ def _drive(folder: Path, way: str, path: Sequence[str]) -> None:
             ],
         )
         try:
-            run_ppo(config, TaskRunnerV1)
+            run_ppo(config, TaskRunnerV1 if config.trainer.use_v1 else OneStepTaskRunner)
         finally:
             ray.shutdown()
 
 
-AHEAD = (train_sync, train_colocate_async)
+AHEAD = (train_sync, train_colocate_async, train_one_step_off_policy)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +134,10 @@ AHEAD = (train_sync, train_colocate_async)
     [
         pytest.param(train_sync, id="sync"),
         pytest.param(train_colocate_async, id="colocate_async", marks=pytest.mark.full),
+        pytest.param(train_one_step_off_policy, id="one_step_off_policy", marks=pytest.mark.full),
     ],
 )
-def test_a_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_each_step(
+def test_a_trainer_of_verls_updates_the_engine_shard_to_shard_at_each_step(
     found_ahead: FoundAhead, train: Work
 ) -> None:
     run = found_ahead.by(train)
@@ -138,9 +148,20 @@ def test_a_default_trainer_by_another_name_updates_the_engine_shard_to_shard_at_
         assert len({record["epoch"] for record in records}) == 1
         assert all(record["bytes_bulk"] > 0 == record["bytes_misc"] for record in records)
     assert all(record["bytes_bulk"] == record["bytes_verified"] for record in run.received)
-    for line in run.logged:
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_sync, id="sync"),
+        pytest.param(train_colocate_async, id="colocate_async", marks=pytest.mark.full),
+    ],
+)
+def test_a_default_trainer_by_another_name_tells_where_the_time_went_and_how_far_the_engine_is_off(
+    found_ahead: FoundAhead, train: Work
+) -> None:
+    for line in found_ahead.by(train).logged:
         # The engine's log-probabilities beside the actor's, in BF16.
         assert line["data"]["training/rollout_probs_diff_mean"] < 0.01
-        # Where the time of the update went.
         stages = [line["data"][f"timing_s/update_weights_{stage}"] for stage in ("refit", "drop_caches")]
         assert 0 < line["data"]["checkpoint_engine/seconds"] < sum(stages) < line["data"][UPDATE]
