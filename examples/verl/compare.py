@@ -116,7 +116,7 @@ _OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
 # vLLM has its sleep mode on GPUs alone.
 _ON_CPUS = [
     "+ray_kwargs.ray_init.num_gpus=2",
-    "ray_kwargs.ray_init.num_cpus=16",  # what actors ask for, whatever this host has
+    "ray_kwargs.ray_init.num_cpus=64",  # what actors ask for, whatever this host has
     f"{_ROLLOUT}.free_cache_engine=false",
     f"+{_ROLLOUT}.enable_sleep_mode=false",
 ]

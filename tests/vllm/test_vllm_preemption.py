@@ -9,6 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -17,7 +18,12 @@ from vllm_checkpoints import dense_config
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm.driver import EXTENSION
-from rlrefit.workers.engines.vllm.patches import keep_tokens_of_preempted_requests, require_kept_tokens
+from rlrefit.workers.engines.vllm.patches import (
+    _discards_by_flag,
+    keep_tokens_of_preempted_requests,
+    prepare_cores,
+    require_kept_tokens,
+)
 
 BLOCKS = 100
 
@@ -115,6 +121,8 @@ def test_without_the_plug_in_an_asynchronous_scheduler_that_loses_tokens_is_refu
 ):
     keep_tokens_of_preempted_requests()
     require_kept_tokens(config)
+    bare = getattr(Executor.__init__, "__wrapped__", Executor.__init__)
+    monkeypatch.setattr(Executor, "__init__", bare)
     monkeypatch.setattr(AsyncScheduler, "reset_prefix_cache", AsyncScheduler.__mro__[1].reset_prefix_cache)
     tokens = _preempted_while_paused(config, times=1).tokens
     if tokens == [*range(1, 10)]:  # a vLLM that counts the tokens in flight
@@ -125,6 +133,17 @@ def test_without_the_plug_in_an_asynchronous_scheduler_that_loses_tokens_is_refu
         require_kept_tokens(config)
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", False)
     require_kept_tokens(config)
+
+
+def test_a_client_with_the_plug_in_knows_that_its_core_keeps_tokens(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+):
+    bare = AsyncScheduler.__mro__[1].reset_prefix_cache
+    monkeypatch.setattr(AsyncScheduler, "reset_prefix_cache", bare)
+    prepare_cores()
+    require_kept_tokens(config)
+    if _discards_by_flag():
+        assert AsyncScheduler.reset_prefix_cache is not bare
 
 
 def test_the_scheduler_of_an_engine_without_rlrefit_is_left_as_it_is(

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.gpu_worker import Worker
 
 from rlrefit.integration.errors import EngineDirty, PeerLost, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
@@ -20,7 +25,9 @@ from rlrefit.integration.session import ServingState
 from rlrefit.workers.engines.common.answers import answer, raise_refit_errors
 from rlrefit.workers.engines.vllm import plugin
 from rlrefit.workers.engines.vllm.compat import (
+    PAUSING,
     Needed,
+    has,
     require_core,
     require_supported_runner,
     require_supported_vllm,
@@ -31,6 +38,8 @@ from rlrefit.workers.engines.vllm.guard import guard_worker
 from rlrefit.workers.engines.vllm.patches import Refitted, guard_loaded_models
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
+from tests.spawn import run_alone
+from tests.vllm_processes import vllm_processes
 
 
 def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
@@ -159,7 +168,43 @@ def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in(
     monkeypatch.delattr(EngineCore, "resume_scheduler")
     monkeypatch.setattr(plugin, "accept_backend", lambda config: {}["backend"])
     plugin.register()
+    assert len(caplog.records) == 1
+    _make_executor("rlrefit")
     assert len(caplog.records) == 2
+
+
+def _make_executor(backend: str, extension: str = "") -> None:
+    """As far as its constructor gets with no more of an engine's configuration than which engine it is."""
+    config: Any = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend=backend),
+        parallel_config=SimpleNamespace(worker_extension_cls=extension),
+    )
+    with pytest.raises(AttributeError):
+        Executor.__init__(SimpleNamespace(), config)  # type: ignore[arg-type]
+
+
+def _changed_by(*made_for: tuple[str, ...]) -> set[str]:
+    """What of vLLM's classes is another function than it was, once the plug-in is loaded and executors are made for these."""
+    classes = (EngineCore, DPEngineCoreProc, AsyncScheduler, AsyncLLM, Executor, EngineCoreClient, Worker)
+    before = {kind: dict(vars(kind)) for kind in classes}
+    plugin.register()
+    for engine in made_for:
+        _make_executor(*engine)
+    return {
+        f"{kind.__name__}.{name}"
+        for kind, held in before.items()
+        for name, value in vars(kind).items()
+        if held.get(name) is not value and not name.startswith("_abc_")
+    }
+
+
+def test_of_a_vllm_without_an_engine_of_ours_the_plug_in_replaces_what_tells_it_of_one_alone():
+    told = {"Executor.__init__"} | ({"EngineCoreClient.make_async_mp_client"} if has(PAUSING) else set())
+    processes = {"environment": {}, "made_by": vllm_processes}
+    assert run_alone(_changed_by, **processes) == run_alone(_changed_by, ("nccl",), **processes) == told
+    ours = run_alone(_changed_by, ("nccl",), ("nccl", "tests.Extension"), **processes)
+    assert ours == run_alone(_changed_by, ("rlrefit",), **processes)
+    assert {"EngineCore.collective_rpc", "EngineCore.resume_scheduler"} < ours - told
 
 
 def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():

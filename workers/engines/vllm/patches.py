@@ -3,26 +3,27 @@
 =============================================== ======================================================== ===================
 what is changed                                 why                                                      when
 =============================================== ======================================================== ===================
-``WeightTransferConfig.backend``                takes the name ``rlrefit`` too                           plug-in [1]_
-``AsyncScheduler.reset_prefix_cache`` [5]_      running requests would lose one token each               plug-in
-``EngineCore.resume_scheduler`` (and of         requests would run while memory sleeps, or beside what   plug-in
+``WeightTransferConfig.backend`` of vLLM 0.21   takes the name ``rlrefit`` too                           plug-in [1]_
+``Executor.__init__``,                          tells a core and a client that are made for an engine    plug-in
+``EngineCoreClient.make_async_mp_client``       of ours, for the next six
+``AsyncScheduler.reset_prefix_cache`` [5]_      running requests would lose one token each               core [6]_
+``EngineCore.resume_scheduler`` (and of         requests would run while memory sleeps, or beside what   core
 ``DPEngineCoreProc``)                           old weights made
-``EngineCore.collective_rpc``                   vLLM's own weight updates leave what old weights made    plug-in
-``EngineCoreClient.make_async_mp_client``,      a pause would wait 20 ms, in each refit                  plug-in
-``AsyncLLM.pause_generation`` [6]_
-``FastAPI.include_router`` [6]_                 a refit would take seven calls (:mod:`.refit_route`)     plug-in
+``EngineCore.collective_rpc``                   vLLM's own weight updates leave what old weights made    core
+``AsyncLLM.pause_generation``                   a pause would wait 20 ms, in each refit                  client [6]_
+``FastAPI.include_router``                      a refit would take seven calls (:mod:`.refit_route`)     client
 ``Worker.load_model``                           weights are guarded from the moment they are loaded      worker [2]_
 ``_custom_ops._supports_onednn`` (CPU)          packed weights have no bytes that can be written         worker
 ``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU) [4]_    the fallback of experts fails outside of construction    worker
 ``Worker``'s four weight-transfer calls         they go to rlrefit's engine                              backend [3]_
 =============================================== ======================================================== ===================
 
-.. [1] By :mod:`.plugin` in every vLLM process. Engines that rlrefit does not refit behave as before.
+.. [1] By :mod:`.plugin` in every vLLM process. Nothing else is changed in one that makes no engine of ours.
 .. [2] As a worker's process imports :mod:`.extension`, before its model is loaded.
 .. [3] As a worker makes its :class:`~.transfer_engine.RlrefitTransferEngine`.
 .. [4] Of a vLLM that has it; later ones pack all experts on CPUs, which take the misc path.
 .. [5] Of a vLLM that loses it; later ones count the tokens in flight.
-.. [6] Of an engine that has our backend or our worker extension.
+.. [6] As a process makes the core, or the client, of an engine that has our backend or a worker extension.
 
 :mod:`.guard` wraps a worker's ``sleep``, ``wake_up``, ``reload_weights`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
 patches nothing: it starts a thread.
@@ -47,7 +48,17 @@ from typing import Any, Literal, get_args, get_origin
 
 from ....integration.errors import RefitError
 from ..common.answers import REFIT_ERROR, answer, told
-from .compat import CPU_EXPERTS, CPU_LINEAR, PAUSING, REFITTING, has, require_core, require_supported_runner
+from .compat import (
+    CPU_EXPERTS,
+    CPU_LINEAR,
+    FIRST,
+    LAST,
+    PAUSING,
+    REFITTING,
+    has,
+    require_core,
+    require_supported_runner,
+)
 from .connectors import require_droppable_caches
 
 logger = logging.getLogger(__name__)
@@ -99,6 +110,27 @@ def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, replacement)
 
 
+def where_it_fits(*changes: Callable[[], None]) -> None:
+    """Make changes of vLLM, each of which may be made before.
+
+    vLLM's processes end with an exception of a plug-in. So where another vLLM lacks a name, the log says so and its users go
+    on; who asks for rlrefit gets its own error then.
+    """
+    for change in changes:
+        try:
+            change()
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+            logger.warning(
+                "rlrefit's plug-in is made for vLLM %s to %s and does not fit this one (%s: %s: %s). Refits may be refused; "
+                "everything else of vLLM is as it was",
+                FIRST,
+                LAST,
+                change.__name__,
+                type(error).__name__,
+                error,
+            )
+
+
 # Applied by the plug-in, in every process of every engine.
 
 
@@ -117,6 +149,55 @@ def accept_backend(config: type[Any]) -> None:
     backend.type = Literal[(*get_args(backend.type), BACKEND)]
     config.__annotations__["backend"] = backend.type
     rebuild_dataclass(config, force=True)
+
+
+def prepare_cores() -> None:
+    """Have what concerns cores applied once a process makes one for an engine that may be refitted.
+
+    vLLM loads plug-ins as a core begins. With its configuration all of them make an executor then, before anything runs.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    original = Executor.__init__
+    if _is_patched(original):
+        return
+
+    @functools.wraps(original)
+    def __init__(executor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if may_be_refitted(vllm_config):
+            where_it_fits(keep_tokens_of_preempted_requests, stay_paused_while_asleep, watch_weight_updates)
+        original(executor, vllm_config, *args, **kwargs)
+
+    _patch(Executor, "__init__", __init__)
+
+
+def shorten_refits() -> None:
+    """Let a pause of our engines end as soon as all outputs of before have been processed, and their servers refit in one call.
+
+    vLLM gives outputs 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed, and what adds a
+    server's routes, once a process makes one of our engines: workers and cores need not load them.
+    """
+    if not has(PAUSING):
+        return
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    original = EngineCoreClient.make_async_mp_client
+    if _is_patched(original):
+        return
+
+    @functools.wraps(original)
+    def make_async_mp_client(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(vllm_config):
+            _pause_by_outputs()
+        # A server makes its engine first, and then its routes.
+        if _has_our_backend(vllm_config) and "fastapi" in sys.modules and has(REFITTING):
+            _refit_in_one_call()
+        return original(vllm_config, *args, **kwargs)
+
+    _patch(EngineCoreClient, "make_async_mp_client", staticmethod(make_async_mp_client))
+
+
+# Applied where a process makes the core of an engine that may be refitted. Others of the same process are left alone.
 
 
 def keep_tokens_of_preempted_requests() -> None:
@@ -162,9 +243,9 @@ def _discards_by_flag() -> bool:
 
 
 def require_kept_tokens(vllm_config: Any) -> None:
-    """To be called before running requests of an engine are preempted.
+    """To be called before running requests of an engine are preempted, in its core's process or its client's.
 
-    The engine's process loads the plug-ins that this one loads, so what holds here holds there.
+    The core loads the plug-ins that its client loads, so what can be changed here was changed there.
 
     Raises:
         RefitError: they would lose a token.
@@ -172,7 +253,10 @@ def require_kept_tokens(vllm_config: Any) -> None:
     if not (vllm_config.scheduler_config.async_scheduling and _discards_by_flag()):
         return
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.executor.abstract import Executor
 
+    if _is_patched(Executor.__init__):
+        where_it_fits(keep_tokens_of_preempted_requests)
     if not _is_patched(AsyncScheduler.reset_prefix_cache):
         raise RefitError(
             "vLLM's asynchronous scheduler would lose one token of each running request, because rlrefit's plug-in is not "
@@ -243,99 +327,6 @@ def _require_nothing_kept(core: Any) -> None:
             "or refit by a driver, and resume then",
             stage="post_load",
         )
-
-
-def shorten_refits() -> None:
-    """Let a pause of our engines end as soon as all outputs of before have been processed, and their servers refit in one call.
-
-    vLLM gives outputs 20 ms, which is a third of what a refit of a small model takes. ``AsyncLLM`` itself is changed, and what adds a
-    server's routes, once a process makes one of our engines: workers and cores need not load them.
-    """
-    if not has(PAUSING):
-        return
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    original = EngineCoreClient.make_async_mp_client
-    if _is_patched(original):
-        return
-
-    @functools.wraps(original)
-    def make_async_mp_client(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(vllm_config):
-            _pause_by_outputs()
-        # A server makes its engine first, and then its routes.
-        if _has_our_backend(vllm_config) and "fastapi" in sys.modules and has(REFITTING):
-            _refit_in_one_call()
-        return original(vllm_config, *args, **kwargs)
-
-    _patch(EngineCoreClient, "make_async_mp_client", staticmethod(make_async_mp_client))
-
-
-def _pause_by_outputs() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from .async_driver import EngineCores
-
-    original = AsyncLLM.pause_generation
-    if _is_patched(original) or not _ends_with_sleep(original):
-        return
-
-    @functools.wraps(original)
-    async def pause_generation(llm: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_ours(llm.vllm_config):
-            await original(llm, *args, **kwargs)
-            return
-
-        async def pause_scheduler(*of_core: Any, **named: Any) -> None:
-            await llm.engine_core.pause_scheduler_async(*of_core, **named)
-            await EngineCores(llm).outputs_processed()
-            raise _Paused
-
-        core = _Instead(llm.engine_core, pause_scheduler_async=pause_scheduler)
-        with contextlib.suppress(_Paused):
-            await original(_Instead(llm, engine_core=core), *args, **kwargs)
-
-    _patch(AsyncLLM, "pause_generation", pause_generation)
-
-
-def _refit_in_one_call() -> None:
-    from fastapi import FastAPI
-
-    from . import refit_route
-
-    original = FastAPI.include_router
-    if _is_patched(original):
-        return
-
-    @functools.wraps(original)
-    def include_router(app: Any, router: Any, *args: Any, **kwargs: Any) -> None:
-        routes = {getattr(route, "path", ""): getattr(route, "endpoint", None) for route in router.routes}
-        # Beside vLLM's own calls for weights, whose module has had three names.
-        update = routes.get(f"/{_UPDATE}")
-        if getattr(update, "__module__", "").startswith("vllm.") and refit_route.PATH not in routes:
-            router.post(refit_route.PATH)(refit_route.refit)
-        original(app, router, *args, **kwargs)
-
-    _patch(FastAPI, "include_router", include_router)
-
-
-def _ends_with_sleep(function: Callable[..., Any]) -> bool:
-    return inspect.getsource(function).rstrip().rpartition("\n")[2].strip().startswith("await asyncio.sleep(")
-
-
-class _Paused(Exception):
-    """Nothing of vLLM's own pause is left but to sleep."""
-
-
-class _Instead:
-    """An object of vLLM's with some other attributes, for one call."""
-
-    def __init__(self, whole: Any, **others: Any) -> None:
-        self._whole = whole
-        self.__dict__.update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
 
 
 def watch_weight_updates() -> None:
@@ -419,6 +410,76 @@ def _drop_what_old_weights_made(core: Any) -> None:
             stage="post_load",
         ) from error
     setattr(core, KEPT, "")
+
+
+# Applied where a process makes the client of an engine of ours.
+
+
+def _pause_by_outputs() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .async_driver import EngineCores
+
+    original = AsyncLLM.pause_generation
+    if _is_patched(original) or not _ends_with_sleep(original):
+        return
+
+    @functools.wraps(original)
+    async def pause_generation(llm: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_ours(llm.vllm_config):
+            await original(llm, *args, **kwargs)
+            return
+
+        async def pause_scheduler(*of_core: Any, **named: Any) -> None:
+            await llm.engine_core.pause_scheduler_async(*of_core, **named)
+            await EngineCores(llm).outputs_processed()
+            raise _Paused
+
+        core = _Instead(llm.engine_core, pause_scheduler_async=pause_scheduler)
+        with contextlib.suppress(_Paused):
+            await original(_Instead(llm, engine_core=core), *args, **kwargs)
+
+    _patch(AsyncLLM, "pause_generation", pause_generation)
+
+
+def _refit_in_one_call() -> None:
+    from fastapi import FastAPI
+
+    from . import refit_route
+
+    original = FastAPI.include_router
+    if _is_patched(original):
+        return
+
+    @functools.wraps(original)
+    def include_router(app: Any, router: Any, *args: Any, **kwargs: Any) -> None:
+        routes = {getattr(route, "path", ""): getattr(route, "endpoint", None) for route in router.routes}
+        # Beside vLLM's own calls for weights, whose module has had three names.
+        update = routes.get(f"/{_UPDATE}")
+        if getattr(update, "__module__", "").startswith("vllm.") and refit_route.PATH not in routes:
+            router.post(refit_route.PATH)(refit_route.refit)
+        original(app, router, *args, **kwargs)
+
+    _patch(FastAPI, "include_router", include_router)
+
+
+def _ends_with_sleep(function: Callable[..., Any]) -> bool:
+    return inspect.getsource(function).rstrip().rpartition("\n")[2].strip().startswith("await asyncio.sleep(")
+
+
+class _Paused(Exception):
+    """Nothing of vLLM's own pause is left but to sleep."""
+
+
+class _Instead:
+    """An object of vLLM's with some other attributes, for one call."""
+
+    def __init__(self, whole: Any, **others: Any) -> None:
+        self._whole = whole
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
 
 
 # Applied in a worker's process, before its model is loaded; other engines are left alone.

@@ -9,15 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from .compat import FIRST, LAST
-from .patches import (
-    BACKEND,
-    accept_backend,
-    keep_tokens_of_preempted_requests,
-    shorten_refits,
-    stay_paused_while_asleep,
-    watch_weight_updates,
-)
+from .patches import BACKEND, accept_backend, prepare_cores, shorten_refits, where_it_fits
 
 logger = logging.getLogger(__name__)
 
@@ -25,31 +17,10 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Prepare this process; safe to call again.
 
-    ``rlrefit`` becomes a backend of vLLM's weight transfer, and those of :mod:`.patches` that do not concern workers are
-    applied.
-
-    vLLM runs this in every process of every engine of the environment, and an exception of a plug-in ends the process. So
-    where another vLLM lacks a name, the log says so and its users go on; who asks for rlrefit gets its own error then.
+    ``rlrefit`` becomes a backend of vLLM's weight transfer. Of vLLM two functions are replaced, the constructor of executors and
+    the one of asynchronous clients, which for engines of ours apply what :mod:`.patches` lists, and for others do what they did.
     """
-    for prepare in (
-        _register_backend,
-        keep_tokens_of_preempted_requests,
-        stay_paused_while_asleep,
-        watch_weight_updates,
-        shorten_refits,
-    ):
-        try:
-            prepare()
-        except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-            logger.warning(
-                "rlrefit's plug-in is made for vLLM %s to %s and does not fit this one (%s: %s: %s). Refits may be refused; "
-                "everything else of vLLM is as it was",
-                FIRST,
-                LAST,
-                prepare.__name__,
-                type(error).__name__,
-                error,
-            )
+    where_it_fits(_register_backend, prepare_cores, shorten_refits)
 
 
 def transfer_config() -> Any:
