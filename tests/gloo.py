@@ -22,7 +22,7 @@ def _device() -> Any:
 
 
 class _OnOneDevice(Gloo):
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         options = Gloo._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)

@@ -208,9 +208,9 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
         config = compose(name, overrides)
     rollout, asynchronous = config.actor_rollout_ref.rollout, config.trainer.v1.separate_async
     batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
-    assert config.data.train_batch_size == batch  # as verl asserts
+    assert config.data.train_batch_size == (0 if way == "fully_async_policy" else batch)  # as verl asserts
     asked = omega_conf_to_dataclass(rollout.checkpoint_engine)
-    by_trainer = {"sync": "naive", "one_step_off_policy": "nccl_xfer_shards"}
+    by_trainer = {"sync": "naive"} | dict.fromkeys(compare._MAINS, "nccl_xfer_shards")
     by_trainer |= {w: "nccl_xfer_shards" for w in compare.WAYS if w.startswith("rlrefit_")}
     assert asked.backend == by_trainer.get(way or "", way or asked.backend)
     is_shards = asked.backend == "nccl_xfer_shards"
