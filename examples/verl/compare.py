@@ -123,7 +123,15 @@ _ON_CPUS = [
 # What verl's processes import, and who registers there.
 _MODULES = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
 _OURS = "rlrefit.workers.frameworks.verl.trainers"
-_TOLD = ("reward", "score", "kl", "rollout_probs_diff", "timing_s/update_weights", "timing_s/step", "param_sync")
+_TOLD = (
+    "reward",
+    "score",
+    "kl",
+    "rollout_probs_diff",
+    "timing_s/update_weights",
+    "timing_s/step",
+    "param_sync",
+)
 _PREFIX = "checkpoint_engine/"
 _UPDATE = "timing_s/update_weights"
 _STAGE = f"{_UPDATE}_"

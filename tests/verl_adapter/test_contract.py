@@ -190,6 +190,8 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("grpo_arithmetic", "rlrefit_sync"),
         ("grpo_arithmetic", "rlrefit_sync_fp8"),
         ("grpo_arithmetic", "sync"),
+        ("grpo_arithmetic", "one_step_off_policy"),
+        ("grpo_arithmetic", "fully_async_policy"),
     ],
 )
 def test_the_examples_make_the_backend_by_verls_own_keys(
