@@ -91,7 +91,7 @@ def quantize_with_amax(
     Args:
         weight: ``[..., rows, columns]``, BF16, FP16 or FP32, any strides.
         amax: maxima of the blocks that the shard touches, over all their holders. Where one is too small (no
-            exchange), elements beyond the range become NaN, or from torch 2.14 on the largest number.
+            exchange), elements beyond the range become NaN, or from torch 2.13 on the largest number.
         offset: row and column of the full tensor at which the shard begins.
         block: rows and columns of a block.
         scale: what scales may be.

@@ -77,7 +77,7 @@ def quantize_with_amax(
     Args:
         weight: ``[..., k]``, BF16, FP16 or FP32, any strides.
         amax: maxima of the blocks that the shard touches, over all their holders. Where one is too small (no
-            exchange), elements beyond the range become NaN with UP, or from torch 2.14 on the largest number; with DOWN they saturate.
+            exchange), elements beyond the range become NaN with UP, or from torch 2.13 on the largest number; with DOWN they saturate.
         offset: position along the last dimension of the full tensor at which the shard begins.
         rounding: which power of two is a block's scale.
 

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 # Ranks among which the models of this process are shared.
 _SHARED = {"tp_size": 2, "ep_size": 1}
 _PLACE = {"rank": 0}
@@ -39,6 +41,8 @@ def begin(rank: int, path: str, ranks: int = 2, expert_ranks: int = 1) -> None:
 
     for module in (fp8, linear, layer):
         module._is_cpu = False
+    # From 2.14 on torch gives that of the GPUs that it was built for, and some models ask that one for its device.
+    torch.get_device_module = lambda device=None: torch.cpu
     _SHARED.update(tp_size=ranks, ep_size=expert_ranks)
     _PLACE["rank"] = rank
     arguments = turn_to(path)
