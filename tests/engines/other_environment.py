@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -73,11 +74,12 @@ def send(folder: Path, rank: int, paths: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def follow(rank: int, folder: str, paths: list[str]) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
-    """The engine's rank: what differs after each refit into NaN from what vLLM loads itself, and the misc weights by way."""
-    from .vllm_rank import begun
-
-    engine = begun(rank, paths)
+def follow(
+    rank: int, engine_of: str, folder: str, paths: list[str]
+) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
+    """The engine's rank, ``vllm_rank`` or ``sglang_rank``: what differs after each refit into NaN from what the engine loads itself, and the
+    misc weights by way."""
+    engine = import_module(f"{__package__}.{engine_of}").begun(rank, paths)
     expected = [engine.loaded(index) for index in range(len(paths))]
     found: dict[str, list[str]] = {}
     misc: dict[str, set[str]] = {}

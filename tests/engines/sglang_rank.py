@@ -12,8 +12,13 @@ from .contract import Seen, SessionContract, SessionEngine, changed_as_it_loads
 
 
 def show(rank: int, paths: list[str]) -> Seen:
+    return SessionContract(rank, begun(rank, paths), paths).run()
+
+
+def begun(rank: int, paths: list[str]) -> _Rank:
+    """A rank of an engine that holds the first checkpoint."""
     begin(rank, paths[0])
-    return SessionContract(rank, _Rank(rank, paths), paths).run()
+    return _Rank(rank, paths)
 
 
 class _Rank(SessionEngine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,19 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         Path(sys.prefix) == TRAINER.parents[1] or not TRAINER.exists(),
-        reason="needs an environment beside the trainer's .venv: make test-engines",
+        reason="needs an environment beside the trainer's .venv: make test-engines, make test-sglang",
     ),
 ]
+# An environment has one of the two of its own.
+OF_VLLM = find_spec("sglang") is None
 
 
 def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[str], tmp_path: Path) -> None:
+    engine = "vllm_rank" if OF_VLLM else "sglang_rank"
+    made_by = {"made_by": vllm_processes} if OF_VLLM else {}
     seen = run_together(
         lambda: train(tmp_path, paths),
-        lambda: run_ranks(follow, ENGINE_RANKS, str(tmp_path), paths, timeout_s=500, made_by=vllm_processes),
+        lambda: run_ranks(follow, ENGINE_RANKS, engine, str(tmp_path), paths, timeout_s=500, **made_by),
     )[1]
     told = [json.loads((tmp_path / f"trainer{rank}.json").read_text()) for rank in range(RANKS)]
     assert len({rank["torch"] for rank in told}) == 1
@@ -43,6 +48,7 @@ def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[st
         assert len(misc["nccl_xfer"]) < len(misc["packed_broadcast"])
 
 
+@pytest.mark.skipif(not OF_VLLM, reason="recipes run SGLang in tests/sglang")
 def test_a_recipe_has_its_engine_in_an_environment_of_its_own(tmp_path: Path) -> None:
     overrides = (
         "name=two",
