@@ -132,6 +132,29 @@ def test_marlins_order_of_20_random_shapes_is_found_out_and_made_exactly() -> No
     compare(False, [(64 * draw.randint(1, 5), 16 * draw.randint(1, 20)) for _ in range(20)])
 
 
+def test_flashinfers_tiles_of_20_random_shapes_of_scales_are_found_out_and_made_exactly() -> None:
+    """As vLLM makes them of the scales of MXFP8 layers, whose rows and columns fill tiles."""
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
+
+    draw, letters = random.Random(1), tuple(range(1, 256))
+    for seed in range(20):
+        n, k = 128 * draw.randint(1, 6), 4 * draw.randint(1, 24)
+        scales = noise(n, 16 * k, seed)["scales"]
+        asked = {"scales": Letters((n, k), torch.uint8, letters, letters)}
+        by = find_codes(
+            lambda given, n=n, k=k: {"scales": swizzle_mxfp8_scale(given["scales"], n, 32 * k)},
+            asked,
+            dict,
+            CPU,
+        )
+        firsts, tiling = tiled(by["scales"], 8)
+        assert firsts == (0,)
+        expected = swizzle_mxfp8_scale(scales, n, 32 * k)
+        put = make_reordering([Unordered(scales, n, k, 8, tiling, None)], CPU, False)
+        put.launch(torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32))
+        assert torch.equal(scales.reshape(-1), expected)
+
+
 def test_the_kernels_make_marlins_order_of_what_was_loaded() -> None:
     run_interpreted(compare, True)
 
