@@ -22,7 +22,7 @@ from .schema import TrainConfig
 # Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
-EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 # The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
 _DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -109,7 +109,7 @@ def packed_experts_violations(
         hf_config: keys of config.json.
         lack: who finds no GPU, and where, for the text.
     """
-    if config.policy.qat != "off" and _experts_of(hf_config) is not None:
+    if config.policy.qat != "off" and experts_of(hf_config) is not None:
         yield Violation(
             ("policy.qat", "model.path", "ray.address"),
             f"policy.qat: {config.policy.qat}, but the model has experts, which vLLM computes in NVFP4 on GPUs alone, and {lack}; give "
@@ -117,10 +117,10 @@ def packed_experts_violations(
         )
 
 
-def _experts_of(hf_config: Mapping[str, Any]) -> int | None:
+def experts_of(hf_config: Mapping[str, Any]) -> int | None:
     """How many routed experts a layer has; None of a model without."""
     text = hf_config.get("text_config") or hf_config
-    return next((text[key] for key in EXPERT_KEYS if text.get(key)), None)
+    return next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
 
 
 def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
@@ -169,7 +169,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             found.append(Violation((key, "model.path"), f"{key}: {problem}; give a divisor of {total}"))
 
     trainer = config.trainer
-    experts = _experts_of(hf_config)
+    experts = experts_of(hf_config)
     sizes = {
         "trainer.tensor_parallel": trainer.tensor_parallel,
         "generation.tensor_parallel": config.generation.tensor_parallel,
@@ -244,7 +244,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 keys = "generation.weight_dtype", "model.path"
                 found.append(Violation(keys, f"generation.weight_dtype: mxfp4, but {problem}"))
     if experts is not None:
-        name = next(key for key in EXPERT_KEYS if text.get(key))
+        name = next(key for key in _EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
         expert_width = (
             "trainer.tensor_parallel" if trainer.backend == "fsdp" else "trainer.expert_tensor_parallel"

@@ -13,7 +13,7 @@ from ...integration.quantize.nvfp4_checkpoint import quantization_config
 from ...workers.engines.sglang.loader import LOADER
 from ...workers.trainers.qat.config import QATConfig
 from ..config.engines import VLLM_LORA_RANKS, needed_context
-from ..config.model import EXPERT_KEYS, quantization_of
+from ..config.model import experts_of, quantization_of
 from ..config.schema import TrainConfig
 
 
@@ -73,7 +73,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
         overrides = {"quantization_config": made.quantization_config}
         arguments |= {"hf_overrides": overrides, "load_format": "dummy"}
-        if has_experts(hf_config or {}) and not qat.activations:
+        if experts_of(hf_config or {}) and not qat.activations:
             # vLLM's other backends would quantize inputs, too, by scales that nobody sends.
             arguments["moe_backend"] = "marlin"
     return arguments
@@ -89,7 +89,7 @@ def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
 
 
 def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
-    return has_experts(hf_config) and not quantization_of(hf_config)
+    return experts_of(hf_config) is not None and not quantization_of(hf_config)
 
 
 def vllm_bundles(config: TrainConfig) -> int:
@@ -135,7 +135,7 @@ def sglang_arguments(
             arguments[name] = value
     if sglang.kv_cache_dtype == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
-    if hf_config is not None and has_experts(hf_config):
+    if hf_config is not None and experts_of(hf_config):
         # Other backends rearrange the experts while loading, and no refit can then write them in place.
         arguments["moe_runner_backend"] = "triton"
     if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
@@ -177,7 +177,7 @@ def block_fp8(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": ["lm_head", *(routers if has_experts(hf_config) else [])],
+        "modules_to_not_convert": ["lm_head", *(routers if experts_of(hf_config) else [])],
     }
 
 
@@ -207,12 +207,6 @@ def mxfp8() -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp[.]gate$", "re:.*[.]shared_expert_gate$"],
     }
-
-
-def has_experts(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config.json is a mixture of experts."""
-    text = hf_config.get("text_config", hf_config)
-    return any(text.get(key) for key in EXPERT_KEYS)
 
 
 def engine_seed(seed: int, replica: int) -> int:
