@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sglang test-engines test-trl test-gpu docs lint typecheck format clean
+.PHONY: help setup demo test test-all test-sglang test-sglang-0.5.17 test-sglang-0.5.23 test-engines test-trl test-gpu docs lint typecheck format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,9 +36,13 @@ SGLANG_TESTS := -k "not vllm and not transformers and not trtllm" \
 	$(addprefix tests/engines/test_,contract.py two_environments.py) \
 	$(addprefix tests/sglang/test_,drafters.py families.py fp8.py fp8_buckets.py kv_scales.py real_engine.py) tests/bench/test_live_sglang.py
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
-test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
+test-sglang: test-sglang-0.5.17 test-sglang-0.5.23 ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
+
+test-sglang-0.5.17: setup
 	@requirements/setup.sh --sglang .venv-sglang
 	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang tests/bench/test_live_sglang.py tests/verl_adapter/test_sglang_rollouts.py)
+
+test-sglang-0.5.23: setup
 	@requirements/setup.sh --sglang 0.5.23
 	.venv-sglang-0.5.23/bin/python -m pytest $(or $(ARGS),$(SGLANG_TESTS))
 
