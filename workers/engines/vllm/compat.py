@@ -97,6 +97,7 @@ CORE = (
     Needed(
         "vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache", ("reset_running_requests",)
     ),
+    Needed("vllm.v1.executor.abstract", "Executor.__init__", ("vllm_config",)),
     Needed(_CORE, "EngineCore.wake_up", ("tags",)),
     Needed(_CORE, "EngineCore.resume_scheduler"),
     Needed(_CORE, "DPEngineCoreProc.resume_scheduler"),
@@ -195,6 +196,8 @@ REFITTING = (
     Needed("vllm.v1.engine.exceptions", "EngineDeadError"),
     Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
     Needed(_ASYNC, "AsyncLLM.collective_rpc", ("method", "kwargs")),
+    Needed(_ASYNC, "AsyncLLM.errored"),
+    Needed(_ASYNC, "AsyncLLM.dead_error"),
     Needed(_ASYNC, "AsyncLLM.resume_generation"),
     Needed(_ASYNC, "AsyncLLM.is_paused"),
 )
