@@ -75,17 +75,13 @@ WAYS = {
         "++actor_rollout_ref.actor.use_rollout_log_probs=true",
     ],
 }
-# What verl starts a way by, if that is another script. In its own YAML that names its base by a folder relative to the working directory.
+# What verl starts a way by, if that is another script than its default.
 _MAINS = {
-    "one_step_off_policy": (
-        "verl.experimental.one_step_off_policy.main_ppo",
-        "hydra.searchpath=[pkg://verl.trainer.config]",
-    ),
-    "fully_async_policy": (
-        "verl.experimental.fully_async_policy.fully_async_main",
-        "hydra.searchpath=[pkg://verl.trainer.config]",
-    ),
+    "one_step_off_policy": "verl.experimental.one_step_off_policy.main_ppo",
+    "fully_async_policy": "verl.experimental.fully_async_policy.fully_async_main",
 }
+# Where these find the base of all, which their own YAML names by a folder relative to the working directory.
+_BASE = "hydra.searchpath=[pkg://verl.trainer.config]"
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"
 # Overrides of grpo_arithmetic.yaml, by actor.
@@ -149,9 +145,10 @@ def run(way: str, actor: str, folder: Path, overrides: list[str], cpu: bool) -> 
         "RLREFIT_VERL_DATA": str(folder),
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
-    main, *found_by = _MAINS.get(way, ("verl.trainer.main_ppo",))
+    main = _MAINS.get(way, "verl.trainer.main_ppo")
     command = [sys.executable, "-m", main, "--config-dir", str(here), "--config-name", "grpo_arithmetic"]
-    command += [*found_by, *WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
+    command += [_BASE] if way in _MAINS else []
+    command += [*WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
     modules = [PLATFORM] if cpu else []
     if cpu and actor == "megatron":
         command += WITHOUT_FUSIONS

@@ -120,7 +120,7 @@ def _model_checks(config: TrainConfig) -> list[Violation]:
         bundled = catalog_model(config)
     except ValueError as error:
         return [Violation(("model.catalog",), f"model.catalog: {error}")]
-    keys = hf_config if bundled is None or hf_config is not None else bundled.config
+    keys = bundled.config if hf_config is None and bundled is not None else hf_config
     if keys is None:
         return []
     return [
