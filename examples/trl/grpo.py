@@ -5,7 +5,8 @@
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "rlrefit"}'
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file examples/trl/fsdp2.yaml examples/trl/grpo.py --model /tmp/tiny
 
-The last lines have the seconds of each update, and the stages of the last one. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server
+The last lines have the seconds of each update, and the stages of the last one. With `--step-first` the GPU ends each optimizer step before
+an update's clock begins, so that the seconds have no part of the step. `--own` trains by TRL's own trainer and its NCCL transfer, for a comparison; its server
 has the backend "nccl", on a GPU of its own (compare.sh).
 """
 
@@ -54,7 +55,12 @@ def write_tiny(folder: Path) -> None:
 
 def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
     """What TRL logged of each step, on the main process."""
+    from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    class StepFirst(TrainerCallback):
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
 
     rows = [
         {"prompt": [{"role": "user", "content": record["prompt"]}], "answer": record["answer"]}
@@ -79,6 +85,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
             logging_steps=1,
         ),
         "train_dataset": Dataset.from_list(rows),
+        "callbacks": [StepFirst()] if arguments.step_first else None,
     }
     if arguments.own:
         trainer = AsyncGRPOTrainer(**given)
@@ -113,6 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=1e-3, help="for the tiny model; a checkpoint wants 1e-6")
     parser.add_argument("--dtype", default="float32", help="of the trainer's weights; the server is BF16")
     parser.add_argument("--out", default="runs/trl")
+    parser.add_argument(
+        "--step-first", action="store_true", help="end a step on the GPU before its update begins"
+    )
     parser.add_argument("--own", action="store_true", help="by TRL's own trainer and transfer")
     parser.add_argument("--cpu", action="store_true", help="without GPUs, in one process")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Whole runs of a recipe whose trainer and vLLM take turns on one GPU, by the command line as a user gives it.
+"""Whole runs of a recipe whose trainer and vLLM take turns on one GPU, or on two, by the command line as a user gives it.
 
 Where vLLM has its packages in folders of its own, ENGINE_PATH is the PYTHONPATH of the engine's processes.
 """
@@ -40,8 +40,28 @@ CASES = [
     pytest.param(("trainer=megatron", "trainer.fp8_param=true", *FP8), id="fp8 parameters", marks=MEGATRON),
     pytest.param(("trainer=fsdp", *FP8), id="fp8 blocks"),
 ]
-# Of the GPU, for an engine whose model has a few megabytes: the rest of it is KV cache.
-UTILIZATION = 0.8
+# One engine over two GPUs that two trainer ranks share.
+EXPERTS = ("model.path=tiny:qwen3-moe", "generation.tensor_parallel=2")
+WHOLE_EXPERTS = (*EXPERTS, "generation.vllm.enable_expert_parallel=true")
+SPREAD = [
+    pytest.param(("trainer=fsdp", "generation.tensor_parallel=2"), id="tensors"),
+    pytest.param(("trainer=fsdp", "generation.pipeline_parallel=2"), id="stages"),
+    pytest.param(("trainer=fsdp", *WHOLE_EXPERTS), id="experts"),
+    pytest.param(
+        (
+            "trainer=megatron",
+            "trainer.fp8_param=true",
+            "trainer.tensor_parallel=2",
+            "trainer.expert_parallel=2",
+            *EXPERTS,
+            *FP8,
+        ),
+        id="fp8 parameters of experts",
+        marks=MEGATRON,
+    ),
+]
+# Of a GPU, by their number, for an engine whose model has a few megabytes: the rest of it is KV cache.
+UTILIZATION = {1: 0.8, 2: 0.3}
 BEGIN = ["sleep", "load_trainer"]
 STEP = [
     *("offload_trainer", "wake_weights", "refit", "free_trainer", "wake_kv_cache"),
@@ -49,19 +69,20 @@ STEP = [
 ]
 
 
-def run(root: Path, overrides: tuple[str, ...]) -> tuple[int, str]:
-    """Exit code and output of the recipe on one GPU."""
+def run(root: Path, overrides: tuple[str, ...], gpus: int) -> tuple[int, str]:
+    """Exit code and output of the recipe on so many GPUs."""
+    kind = "qwen3-moe" if EXPERTS[0] in overrides else "qwen3"
     engine_path = os.environ.get("ENGINE_PATH")
     arguments = (
         "recipe=grpo_tiny_vllm",
+        "trainer.tensor_parallel=1",
         *overrides,
-        *([f"model.path={of_whole_blocks(root / 'model')}"] if FP8[0] in overrides else []),
+        *([f"model.path={of_whole_blocks(root / 'model', kind)}"] if FP8[0] in overrides else []),
         "name=run",
         f"run_root={root}",
-        "trainer.ranks=1",
-        "trainer.tensor_parallel=1",
+        f"trainer.ranks={gpus}",
         "generation.colocated.enabled=true",
-        f"generation.vllm.gpu_memory_utilization={UTILIZATION}",
+        f"generation.vllm.gpu_memory_utilization={UTILIZATION[gpus]}",
         f"algorithm.steps={STEPS}",
         "validation.every=0",
         "checkpoint.every=0",
@@ -69,7 +90,7 @@ def run(root: Path, overrides: tuple[str, ...]) -> tuple[int, str]:
         "ray.timeout_s=400",
         *([f"ray.generation_env.PYTHONPATH={engine_path}"] if engine_path else []),
     )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:gpus]
     done = subprocess.run(
         [sys.executable, "-m", "rlrefit.recipes.cli", "train", *arguments],
         cwd=root,
@@ -77,17 +98,19 @@ def run(root: Path, overrides: tuple[str, ...]) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=500,
-        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible},
+        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ",".join(visible)},
     )
     return done.returncode, done.stdout
 
 
-def of_whole_blocks(folder: Path) -> Path:
+def of_whole_blocks(folder: Path, kind: str) -> Path:
     """A checkpoint whose queries, keys and values are whole FP8 blocks, as those of models of a true size."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
-    config = AutoConfig.for_model(**KINDS["qwen3"] | sizes)
+    if "moe_intermediate_size" in KINDS[kind]:
+        sizes["moe_intermediate_size"] = 256
+    config = AutoConfig.for_model(**KINDS[kind] | sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     load_tokenizer().save_pretrained(folder)
     return folder
@@ -97,7 +120,7 @@ def of_whole_blocks(folder: Path) -> Path:
 def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_back(
     overrides: tuple[str, ...], tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
-    code, output = run(tmp_path, overrides)
+    code, output = run(tmp_path, overrides, 1)
     assert code == 0, output
     folder = tmp_path / "run"
     rows = read_json_lines(folder / "metrics.jsonl")
@@ -120,12 +143,36 @@ def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_b
     assert not any(record["failed"] for record in stages)
     assert len({process["device"] for record in stages for process in record["processes"]}) == 1
     total = stages[-1]["processes"][0]["device_total"]
-    assert min(_used(stages, "generate")) > 0.9 * UTILIZATION * total
+    assert min(_used(stages, "generate")) > 0.9 * UTILIZATION[1] * total
     assert max(_used(stages, "sleep")) < 0.2 * total
     assert max(_used(stages, "refit")) < 0.2 * total
     # In the last step, since the first refit makes buffers that stay.
     trained, weights_alone = _of_trainer(stages, "train")[-3], _of_trainer(stages, "offload_trainer")[-1]
     assert trained > weights_alone > _of_trainer(stages, "free_trainer")[-1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("overrides", SPREAD)
+def test_three_steps_in_turns_with_an_engine_over_two_gpus_follow_the_policy(
+    overrides: tuple[str, ...], tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    code, output = run(tmp_path, overrides, 2)
+    assert code == 0, output
+    folder = tmp_path / "run"
+    rows = read_json_lines(folder / "metrics.jsonl")
+    stages = read_json_lines(folder / "stages.jsonl")
+    refits = read_json_lines(folder / "refits.jsonl")
+    _tell(tell, overrides, stages, refits)
+
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert max(row["generation_kl"] for row in rows) <= (2e-2 if FP8[0] in overrides else 1e-3)
+    assert {record["engine"] for record in refits} == {"colocated_ipc"}
+    receivers = {record["rank"] for record in refits if record["role"] == "generation"}
+    assert len(receivers) == 2
+    assert all(record["bytes_verified"] > 0 for record in refits if record["role"] == "generation")
+    assert [record["move"] for record in stages] == BEGIN + STEP * STEPS
+    assert not any(record["failed"] for record in stages)
+    assert len({process["device"] for record in stages for process in record["processes"]}) == 2
 
 
 def _used(stages: list[dict[str, Any]], move: str) -> list[int]:

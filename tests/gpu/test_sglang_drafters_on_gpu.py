@@ -25,7 +25,7 @@ pytestmark = [
 # name → settings of the engine
 CASES: dict[str, dict[str, Any]] = {
     "eager": {},
-    "CUDA graphs": {"disable_cuda_graph": False, "cuda_graph_max_bs": 2},
+    "CUDA graphs": {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 2},
     "sleep": {"enable_memory_saver": True},
 }
 

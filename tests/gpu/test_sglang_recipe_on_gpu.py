@@ -95,6 +95,34 @@ def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_ea
     assert {(record["engine"], record["transport"]) for record in refits} == {("colocated_ipc", "pull")}
 
 
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "CUDA graphs"])
+def test_two_steps_in_turns_with_an_engine_over_two_gpus_follow_the_policy(
+    gpus: None, tmp_path: Path, tell: Callable[[str], None], graphs: bool
+) -> None:
+    rows = run(
+        tmp_path,
+        "turns",
+        "generation.sglang.attention_backend=triton",
+        f"generation.sglang.server_args={{sampling_backend: pytorch, max_total_tokens: {TOKENS}, "
+        "disable_custom_all_reduce: true, cuda_graph_max_bs_decode: 4}",
+        f"generation.sglang.disable_cuda_graph={str(not graphs).lower()}",
+        "generation.sglang.mem_fraction_static=0.85",
+        "trainer=fsdp",
+        "trainer.ranks=2",
+        "generation.tensor_parallel=2",
+        "generation.colocated.enabled=true",
+        timeout_s=500,
+    )
+    _tell(tell, graphs=str(graphs), rows=rows)
+    _require_steps(rows, "refit/bytes_bulk")
+    moves = records(tmp_path, "turns", "stages.jsonl")
+    assert not any(record["failed"] for record in moves)
+    assert len({process["device"] for record in moves for process in record["processes"]}) == 2
+    refits = records(tmp_path, "turns", "refits.jsonl")
+    assert {(record["engine"], record["transport"]) for record in refits} == {("colocated_ipc", "pull")}
+
+
 @pytest.mark.parametrize("gpus", [1], indirect=True)
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_an_fp8_cache_with_scales_of_the_last_step_follows_the_policy(
