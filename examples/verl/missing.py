@@ -11,9 +11,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+_ENGINES = {
+    "vllm": "pip install vllm==0.21.0",
+    "sglang": "pip install sglang==0.5.17, behind verl",
+}
+
 
 def missing(
-    gpus: int, files: Iterable[tuple[str, str]] = (), packages: Iterable[tuple[str, str]] = ()
+    gpus: int,
+    files: Iterable[tuple[str, str]] = (),
+    packages: Iterable[tuple[str, str]] = (),
+    engine: str = "vllm",
 ) -> list[str]:
     """A sentence for each thing.
 
@@ -21,12 +29,13 @@ def missing(
         gpus: how many this host must have, unless the run joins a Ray cluster.
         files: that this host must have, unless it does: key, and path or URL.
         packages: that it must have besides: name, and how it is installed.
+        engine: that generates: ``vllm`` or ``sglang``.
     """
     told = [
         f"there is no Python package {name} ({how}; see docs/verl.md)"
         for name, how in (
             ("verl", "pip install verl==0.9.1"),
-            ("vllm", "pip install vllm==0.21.0"),
+            (engine, _ENGINES[engine]),
             ("rlrefit", "pip install . in this repository"),
             *packages,
         )

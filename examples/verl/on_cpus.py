@@ -1,4 +1,4 @@
-"""verl and vLLM's build for CPUs on a host without GPUs: what their processes need in their environment.
+"""verl, and vLLM's build for CPUs or SGLang, on a host without GPUs: what their processes need in their environment.
 
 It is for tests and a first look. CPUs are no platform of verl; cpu_platform.py adds them by verl's own registry.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 PLATFORM = "examples.verl.cpu_platform"
 # With a Megatron actor, beside the platform.
 MEGATRON = "examples.verl.cpu_megatron"
+# With SGLang's engines, beside the platform.
+SGLANG = "examples.verl.cpu_sglang"
 # Fusions of GPU kernels, which Bridge's provider has by itself.
 WITHOUT_FUSIONS = tuple(
     f"+actor_rollout_ref.actor.megatron.override_transformer_config.{name}=false"
@@ -24,6 +26,16 @@ WITHOUT_FUSIONS = tuple(
         "persist_layer_norm",
     )
 )
+# Of an SGLang server, for which verl asks for a GPU's attention, memory saver and kernels by itself.
+SGLANG_SERVER = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "enable_memory_saver": False,
+    "max_total_tokens": 4096,
+    "random_seed": 0,
+}
 CPU = {
     "VERL_USE_EXTERNAL_MODULES": PLATFORM,
     "VERL_PLATFORM": "cpu",
@@ -33,6 +45,10 @@ CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "GLOO_SOCKET_IFNAME": "lo",
+    # SGLang takes a NCCL that it finds for a sign of GPUs.
+    "SGLANG_NCCL_SO_PATH": "/nonexistent",
+    # It puts each rank of a CPU on a NUMA node of its own unless it is told the cores.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0",
 }
 
 

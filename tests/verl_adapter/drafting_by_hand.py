@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+from examples.verl.on_cpus import SGLANG
+
 from .megatron_by_hand import AWAKE, ROLLOUT, folder_of, in_turns, prepare
 
 MODEL = "actor_rollout_ref.model"
@@ -107,14 +109,13 @@ class SglangServer:
         from rlrefit.workers.engines.sglang.callers import EngineCalls
         from rlrefit.workers.frameworks.verl.sglang_server import VerlServerCaller, _address
 
-        from .sglang_run import PROBE, on_cpus
+        from .sglang_run import PROBE
 
         self._url, _ = ray.get(fleet.replicas[0].server_handle.__ray_call__.remote(_address), timeout=120)
         self._calls = EngineCalls(VerlServerCaller(self._url))
         self._calls.update([])
         for loader in (PROBE, _SERVED):
             self._calls.extend(loader)
-        ray.get([worker.__ray_call__.remote(on_cpus) for worker in fleet.replicas[0].workers], timeout=120)
 
     def load(self, path: Path) -> None:
         self._calls.step("update_weights_from_disk", model_path=str(path), load_format="auto")
@@ -144,11 +145,10 @@ def main(folder: Path, engine: str, overrides: tuple[str, ...]) -> None:
     if engine == "sglang":
         from .sglang_run import environment
 
-        named = f"{env['VERL_USE_EXTERNAL_MODULES']},{_INTERPRETED}"
+        named = f"{env['VERL_USE_EXTERNAL_MODULES']},{SGLANG},{_INTERPRETED}"
         env |= environment(folder) | {"VERL_USE_EXTERNAL_MODULES": named, "TRITON_INTERPRET": "1"}
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "0-1"  # of the one rank
-        # Before verl's own loading, under which SGLang on a CPU asks for kernels that this host lacks.
-        import verl.workers.rollout.sglang_rollout.async_sglang_server  # noqa: F401
+        import examples.verl.cpu_sglang  # noqa: F401
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint
     from tests.families.chains import successors, write_chain
     from tests.verl_adapter.fleet import shard_fleet

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from safetensors.torch import load_file, save_file
 
-from examples.verl.on_cpus import CPU
+from examples.verl.on_cpus import CPU, PLATFORM, SGLANG, SGLANG_SERVER
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.engines.sglang.callers import EngineCalls
 from rlrefit.workers.engines.sglang.loader import LOADER
@@ -23,17 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Of fsdp_actor's, the third differs little from the second. Two are as of a replica on the actors' GPUs.
 UPDATED, SPARSE, REFUSED, FAILED, IN_TURN, KILLED = (1, 2, 3, 7, 8, 9), 3, 0, 6, (8, 9), 10
 LACKS = "SGLang 0.0.0 lacks what rlrefit's refits rely on"
-# Of verl's server, which asks for a GPU's attention, memory saver and graphs by itself.
-_ENGINE = {
-    "custom_weight_loader": [LOADER, PROBE],
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "enable_memory_saver": False,
-    "max_total_tokens": 4096,
-    "random_seed": 0,
-}
+_ENGINE = {"custom_weight_loader": [LOADER, PROBE], **SGLANG_SERVER}
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -78,20 +68,11 @@ def environment(folder: Path) -> dict[str, str]:
     """Variables of all processes of such a fleet."""
     return {
         **CPU,
+        "VERL_USE_EXTERNAL_MODULES": f"{PLATFORM},{SGLANG}",
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5",  # numbers that Ray hands out
-        # SGLang puts each rank of a CPU on a NUMA node of its own unless it is told the cores.
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        # It takes a NCCL that it finds for a sign of GPUs.
-        "SGLANG_NCCL_SO_PATH": str(folder / "none"),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # of the two ranks
     }
-
-
-def on_cpus(worker: Any) -> None:
-    """Called by Ray with a rollout worker, in which verl asks SGLang for a device without its settings of one."""
-    from sglang.srt import server_args
-
-    server_args.get_device = lambda: "cpu"
 
 
 def as_of_a_release(text: str) -> Callable[[Any], None]:
@@ -119,8 +100,6 @@ def calls_of(fleet: Any, replica: int) -> EngineCalls:
 def run(folder: Path) -> Seen:
     """Nine updates: one that is refused, two into spoiled parameters, one of what changed alone, one that fails, the next, two
     in turns, and one in which a worker is killed."""
-    # Before verl's own loading, under which SGLang on a CPU asks for kernels that this host lacks.
-    import verl.workers.rollout.sglang_rollout.async_sglang_server  # noqa: F401
     from verl.workers.rollout.replica import RolloutMode
 
     from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
@@ -131,8 +110,6 @@ def run(folder: Path) -> Seen:
     delta = f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer_shards.delta=always"
     with shard_fleet(folder, checkpoint, environment(folder), 2, 1, settings(2, delta)) as fleet:
         calls = calls_of(fleet, 0)
-        for worker in fleet.replicas[0].workers:
-            ray.get(worker.__ray_call__.remote(on_cpus), timeout=120)
         for version in UPDATED:
             path = str(written(folder, checkpoint, version))
             calls.step("update_weights_from_disk", model_path=path, load_format="auto")

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlrefit.recipes.run.files import read_json_lines
 from tests.spawn import run_alone
 
-from .sglang_run import FAILED, IN_TURN, KILLED, LACKS, REFUSED, SPARSE, UPDATED, Seen, environment, run
+from .sglang_run import FAILED, IN_TURN, KILLED, LACKS, REFUSED, ROOT, SPARSE, UPDATED, Seen, environment, run
 
 pytestmark = [
     # Seven processes load SGLang, each for many seconds.
@@ -86,3 +89,35 @@ def test_a_killed_worker_ends_the_update_with_its_name(seen: Seen) -> None:
     assert "generation rank" in error
     assert "PeerLost" in error
     assert seconds < 60
+
+
+def test_the_examples_training_updates_sglang_shard_to_shard_at_each_step(tmp_path: Path) -> None:
+    sizes = (
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.n=4",
+    )
+    command = [
+        sys.executable,
+        "examples/verl/compare.py",
+        "--cpu",
+        "--rollout",
+        "sglang",
+        "--folder",
+        str(tmp_path),
+    ]
+    command += ["rlrefit_sync", "--", "trainer.total_training_steps=2", "trainer.test_freq=-1", *sizes]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+    )
+    assert done.returncode == 0, (done.stdout, (tmp_path / "rlrefit_sync.log").read_text()[-4000:])
+    rows = read_json_lines(tmp_path / "rlrefit_sync.jsonl")
+    assert [row["step"] for row in rows if "timing_s/update_weights" in row["data"]] == [1, 2]
+    # The engine's log-probabilities beside the actor's, in BF16: what it generates with are the weights of the step.
+    assert all(row["data"]["training/rollout_probs_diff_mean"] < 1e-3 for row in rows)
+    for role in ("trainer", "generation"):
+        records = read_json_lines(tmp_path / "refits" / f"refits-{role}-0.jsonl")
+        assert [record["version"] for record in records] == [0, 1, 2]
+        assert all(record["bytes_bulk"] > 0 == record["bytes_misc"] for record in records)
