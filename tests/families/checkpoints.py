@@ -51,6 +51,27 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+# The last layer alone has heads of another size, takes keys as values, and has no weights of its own for these.
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    **_COMMON,
+    "tie_word_embeddings": True,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    # Bridge does not pad it.
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+}
+# An embedding for each layer, and a last layer that takes keys and values of the one before.
+_SHARED_KEYS: dict[str, Any] = {
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": ["full_attention"] * 4,
+}
 # GLM-4.5's; its attention is none of latent vectors.
 _GLM: dict[str, Any] = {
     "moe_intermediate_size": 16,
@@ -227,6 +248,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
+    # As the 31B, as E2B and E4B, and as 26B-A4B.
+    "gemma4": _GEMMA4,
+    "gemma4-shared": {**_GEMMA4, **_SHARED_KEYS},
+    "gemma4-moe": {**_GEMMA4, **_EXPERTS, "enable_moe_block": True, "top_k_experts": 2},
 }
 
 
@@ -235,7 +260,8 @@ def config_of(family: str, *, short: bool) -> dict[str, Any]:
     config = CONFIGS[family]
     if not short or "hybrid_override_pattern" in config:
         return config
-    return config | {"num_hidden_layers": 2}
+    kinds = {"layer_types": config["layer_types"][:2]} if "layer_types" in config else {}
+    return config | {"num_hidden_layers": 2} | kinds
 
 
 def has_prediction(family: str) -> bool:
@@ -440,6 +466,19 @@ def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -
 
 
 # What transformers writes, and the keys that it was written for, turned into what is published.
+def _with_unused_keys(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
+    """Keys and values of layers that take those of a layer before: nobody reads them, and transformers has no module for them."""
+    first = keys["num_hidden_layers"] - keys["num_kv_shared_layers"]
+    unused = {
+        name.replace("layers.0.", f"layers.{layer}."): tensor.clone()
+        for layer in range(first, keys["num_hidden_layers"])
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.0.self_attn.")
+        and name.split(".")[-2] in ("k_proj", "v_proj", "k_norm")
+    }
+    return tensors | unused
+
+
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
     "glm4_moe": _with_prediction_layer,
@@ -447,6 +486,7 @@ _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str,
     "gemma3-vl": lambda tensors, keys: {
         k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in tensors.items()
     },
+    "gemma4-shared": _with_unused_keys,
     "nemotron_h": _as_nemotron,
     "nemotron_h-latent": _as_nemotron,
     "qwen3-tied-twice": lambda tensors, keys: (

@@ -15,6 +15,8 @@ _ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 _ZERO_CENTRED = "zero-centred norm: Bridge adds 1 to it on export"
 _COPY = "made of {}.weight by Bridge's export, and no part of {}.weight"
 _GATE = ("mlp.gate.weight", _ROUTER)
+_SCALAR = ("layer_scalar", "buffer: exported as Bridge converts it")
+_GEMMA4 = ("gemma4", "gemma4-shared", "gemma4-moe")
 
 # Parts of weights' names, with ``*`` for whatever stands there, each with the reason.
 Parts = tuple[tuple[str, str], ...]
@@ -46,6 +48,8 @@ MISC: dict[str, Parts] = {
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-stacked": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_vl_moe": (_GATE,),
+    **dict.fromkeys(("gemma4", "gemma4-shared"), (_SCALAR,)),
+    "gemma4-moe": (_SCALAR, (".router.", _ROUTER)),
     "qwen3_5_text": (("linear_attn.norm.weight", _ZERO_CENTRED),),
     "qwen3_5": (("linear_attn.norm.weight", _ZERO_CENTRED),),
     "qwen3_5_moe-vl": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
@@ -100,6 +104,7 @@ VLLM = Engine(
         "qwen3_5_moe-vl": _DELTA_NET,
         "qwen2_5_vl": (),
         "gemma3-vl": (),
+        **dict.fromkeys(_GEMMA4, (("layer_scalar", "a buffer of vLLM's"),)),
     }
 )
 # What transformers and SGLang take in place, all of it that trainers place.
@@ -123,7 +128,7 @@ _ALL_IN_BOTH = (
 )
 _HYBRIDS = ("nemotron_h", "nemotron_h-latent")
 _COMPUTED = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
-TRANSFORMERS = Engine(dict.fromkeys((*_ALL_IN_BOTH, *_HYBRIDS), ()))
+TRANSFORMERS = Engine(dict.fromkeys((*_ALL_IN_BOTH, *_HYBRIDS, *_GEMMA4), ()))
 SGLANG = Engine(
     {**dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2"), ()), **dict.fromkeys(_HYBRIDS, _COMPUTED)}
 )

@@ -16,6 +16,10 @@ from .checkpoints import config_of, has_prediction, write_pair
 from .expected import TRANSFORMERS, is_prediction
 
 FAMILIES = tuple(TRANSFORMERS.misc)
+# What a checkpoint has of layers that take keys and values of a layer before, and transformers has no module for.
+_UNREAD = {
+    "gemma4-shared": {f"model.layers.1.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+}
 # One that transformers shares evenly: it pads none.
 _EVEN = {"vocab_size": 64}
 
@@ -91,5 +95,6 @@ def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
     for rank in results[family, size]:
         assert rank.refused == ""
         assert rank.differing == rank.misc == []
-        assert all(is_prediction(name, layers) for name in rank.unused)
-        assert bool(rank.unused) == has_prediction(family)
+        predictions = {name for name in rank.unused if is_prediction(name, layers)}
+        assert set(rank.unused) - predictions == _UNREAD.get(family, set())
+        assert bool(predictions) == has_prediction(family)

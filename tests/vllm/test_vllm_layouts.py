@@ -76,10 +76,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "qwen3_5",
             "qwen2_5_vl",
             "gemma3-vl",
+            "gemma4",
+            "gemma4-shared",
         )
     },
     **dict.fromkeys(
-        ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked", "qwen3_5_moe-vl"),
+        ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked", "qwen3_5_moe-vl", "gemma4-moe"),
         _EXPERTS,
     ),
     "bailing_moe_v2": {"use_rmsnorm": True, **_EXPERTS},

@@ -27,7 +27,7 @@ from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 from .loader_trace.modules import ModuleLayout, owners_of, spread_over_modules
 from .loader_trace.quantized import HoldsCodes, formats_of, on_the_wire, promised_modules, require_codes
-from .loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros, trace_loader
+from .loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros, copies_among, trace_loader
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Routes:
         promised: the formats that the trainer was asked to quantize weights into.
         landings: of the tensors that are written in place.
         zeros: what holds zeros on this rank of tensors that do not come by :meth:`load_weights`.
+        copies: where a box lands, and where it stands again: keys that are values too (Gemma 4).
         reasons: of the tensors that take the misc path.
     """
 
@@ -54,6 +55,7 @@ class Routes:
     promised: dict[str, Format]
     landings: dict[str, tuple[Landing, ...]]
     zeros: tuple[Zeros, ...]
+    copies: tuple[tuple[Landing, Landing], ...]
     reasons: dict[str, str]
 
     def outdated(
@@ -264,6 +266,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         routes = self._agreed()
         for zeros in routes.zeros:
             zeros.fill(self._target(zeros))
+        for first, again in routes.copies:
+            again.place(self._target(again)).copy_(first.place(self._target(first)))
         self._post_load(routes)
         self.version = version
 
@@ -312,10 +316,18 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
             after = frozenset(name for name, _ in twin.named_parameters()) - others
         trace = self._placing(trace.leaving_buffers(before))
-        trace, layouts, reasons = self._ways(_after_swaps(trace, before, layouts), before, owners, layouts)
+        moved = {p for p, modules in owners.items() if any(layouts[module].placed for module in modules)}
+        trace = _after_swaps(trace.once(moved), before, layouts)
+        trace, layouts, reasons = self._ways(trace, before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
-        landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
+        apart = {
+            name: copies_among(found)
+            for name, found in trace.landings.items()
+            if name not in reasons and found
+        }
+        landings = {name: firsts for name, (firsts, _) in apart.items()}
+        copies = tuple(pair for _, found in apart.values() for pair in found)
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
             sum(map(len, landings.values())),
@@ -324,7 +336,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         )
         warn_of_misc(manifest, reasons)
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
-        shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
+        layout = _strided(self._parameters)
+        shared = Routes(manifest, layout, dict(self._promised), landings, zeros, copies, reasons)
         return self._routed(traced, shared)
 
     @contextmanager

@@ -210,6 +210,24 @@ class LoaderTrace:
             again={name: places for name, places in self.again.items() if name not in found},
         )
 
+    def once(self, unlike: Collection[str]) -> LoaderTrace:
+        """The same where what the loader writes to two places takes the misc path, unless the second is a plain copy.
+
+        Args:
+            unlike: parameters whose elements do not stay as they land, so that a copy of them is none.
+        """
+        twice = []
+        for name, places in self.landings.items():
+            firsts, copies = copies_among(places)
+            if _share_elements(firsts) or any(at.parameter in unlike for pair in copies for at in pair):
+                twice.append(name)
+        return replace(
+            self,
+            landings={**self.landings, **dict.fromkeys(twice, ())},
+            misc_reasons=dict.fromkeys(twice, "the engine's loader writes it to two places")
+            | self.misc_reasons,
+        )
+
     def placing(self, landings: Mapping[str, tuple[Landing, ...]]) -> LoaderTrace:
         """The same where ``landings``, of :attr:`wider` or :attr:`again`, are written in place after all."""
         reasons = {name: why for name, why in self.misc_reasons.items() if name not in landings}
@@ -240,6 +258,27 @@ class LoaderTrace:
             again={name: at for name, at in elsewhere(self.again).items() if at},
             parts={name: part for name, part in self.parts.items() if name not in parameters},
         )
+
+
+def copies_among(
+    places: Sequence[Landing],
+) -> tuple[tuple[Landing, ...], tuple[tuple[Landing, Landing], ...]]:
+    """The places of a tensor's boxes, each box once, and those where the same box lands again, beside its first place."""
+    firsts: dict[tuple[Box, Axes | None], Landing] = {}
+    copies = []
+    for at in places:
+        first = firsts.setdefault((at.box, at.axes), at)
+        if first is not at:
+            copies.append((first, at))
+    return tuple(firsts.values()), tuple(copies)
+
+
+def _share_elements(places: Sequence[Landing]) -> bool:
+    """Whether two of the places hold an element both, where they see the tensor alike."""
+    return any(
+        overlap([at.box for at in places if at.axes == axes]) is not None
+        for axes in {at.axes for at in places}
+    )
 
 
 def trace_loader(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .....integration.layout import Fragment
-from .attention import concatenated_qkv, kv, norm_over_heads, qkv, qkvg
+from .attention import concatenated_qkv, kv, norm_over_heads, qkv, qkv_without_copies, qkvg
 from .experts import stacked, stacked_alternating, stacked_gated, stacked_transposed
 from .pieces import Refused, parameter_like
 from .plain import auto, column, gated, row, whole
@@ -32,6 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _BRIDGE = "megatron.bridge.models"
 _MAPPINGS = f"{_BRIDGE}.conversion.param_mapping"
 _GPT_OSS = f"{_BRIDGE}.gpt_oss.gpt_oss_bridge"
+_GEMMA4 = f"{_BRIDGE}.gemma.gemma4_bridge"
 _MINIMAX = f"{_BRIDGE}.minimax_m2.minimax_m2_bridge"
 
 # Rows and columns stand as they are, whatever the model's sizes.
@@ -63,6 +64,11 @@ _STACKED: dict[tuple[str, str], Callable[[Any, Shapes], list[Fragment]]] = {
     (_GPT_OSS, "GPTOSSMLPDownProjMapping"): stacked_transposed,
     (_GPT_OSS, "GPTOSSMLPGateUpProjMapping"): stacked_alternating,
 }
+# Rows of some layers are none of any tensor that Bridge exports.
+_WITHOUT_COPIES: dict[tuple[str, str], Callable[[Any, Shapes], list[Fragment]]] = {
+    (_GEMMA4, "_Gemma4QKVMapping"): qkv_without_copies,
+    (_GEMMA4, "_Gemma4DenseQKVMapping"): qkv_without_copies,
+}
 # Classes that are known to have no rule, and why.
 _KNOWN_MISC: dict[tuple[str, str], str] = {
     (_MAPPINGS, "RMSNorm2ZeroCenteredRMSNormMapping"): "zero-centred norm: Bridge adds 1 to it on export",
@@ -75,7 +81,7 @@ def fragments_of_task(task: Any, exported: Shapes | None = None) -> list[Fragmen
     Args:
         task: a ``WeightConversionTask`` whose ``param_weight`` this rank owns.
         exported: shapes of Bridge's export by Hugging Face name, from which a rule learns whether Bridge
-            transposes stacked experts; without them such experts are refused.
+            transposes stacked experts, and which keys and values it leaves out; without them both are refused.
 
     Raises:
         Refused: no rule places the parameter; it has to go over the misc path.
@@ -88,6 +94,8 @@ def fragments_of_task(task: Any, exported: Shapes | None = None) -> list[Fragmen
         if key not in _STACKED:
             raise Refused(f"{_told(key)} has no shard rule, and Bridge stacks its experts into one tensor")
         return _STACKED[key](task, exported or {})
+    if key in _WITHOUT_COPIES:
+        return _WITHOUT_COPIES[key](task, exported or {})
     rule = _PLAIN.get(key) or _BY_CONFIG.get(key)
     if rule is None:
         raise Refused(f"{_told(key)} has no shard rule")
@@ -97,7 +105,7 @@ def fragments_of_task(task: Any, exported: Shapes | None = None) -> list[Fragmen
 def is_classified(mapping_class: type) -> bool:
     """Whether this exact class has a rule, or a reason for having none."""
     key = (mapping_class.__module__, mapping_class.__qualname__)
-    return any(key in table for table in (_PLAIN, _BY_CONFIG, _STACKED, _KNOWN_MISC))
+    return any(key in table for table in (_PLAIN, _BY_CONFIG, _STACKED, _WITHOUT_COPIES, _KNOWN_MISC))
 
 
 def fits_any_shape(task: Any) -> bool:

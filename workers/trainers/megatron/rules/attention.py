@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .....integration.layout import Fragment
@@ -30,9 +30,9 @@ class _Heads(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where queries, keys and values stand: name, rows of the whole tensor, first of theirs in it."""
+    """Where queries, keys and values stand: name, or None if Bridge leaves them out, rows of the whole tensor, first of theirs in it."""
 
-    name: str
+    name: str | None
     total: int
     first: int = 0
 
@@ -50,6 +50,21 @@ def qkv(task: Any) -> list[Fragment]:
         _Place(names["v"], keys),
     )
     return _own_groups(task, heads, places)
+
+
+def qkv_without_copies(task: Any, exported: Mapping[str, tuple[int, ...]]) -> list[Fragment]:
+    """As :func:`qkv`, of layers that take keys as values, or keys and values of a layer before.
+
+    Bridge fills the rows that such a layer has no weights for, and leaves them out of its export.
+    """
+    heads, names = _heads(task), task.mapping.hf_param
+    if names["q"] not in exported:
+        raise Refused("QKV: which of its weights Bridge exports is not known here")
+    keys = heads.groups * heads.size
+    key, value = (names[part] if names[part] in exported else None for part in ("k", "v"))
+    return _own_groups(
+        task, heads, (_Place(names["q"], _query_rows(heads)), _Place(key, keys), _Place(value, keys))
+    )
 
 
 def concatenated_qkv(task: Any) -> list[Fragment]:
