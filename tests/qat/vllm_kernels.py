@@ -230,7 +230,8 @@ def _kernels_of(model: torch.nn.Module) -> set[str]:
     found = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if type(method).__name__.startswith("ModelOptNvFp4"):
+        # vLLM 0.32's of linear layers is ModelOptLinearMethod.
+        if type(method).__name__.startswith(("ModelOptNvFp4", "ModelOptLinear")):
             kernel = getattr(method, "kernel", None)
             found.add(method.nvfp4_backend.name if kernel is None else type(kernel).__name__)
     return found
@@ -255,9 +256,9 @@ def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
 @contextmanager
 def _kernels(case: Case) -> Iterator[None]:
     """vLLM takes the case's kernel, whose own step runs on this CPU."""
-    import os
-
     from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, backend_to_kernel_cls
     from vllm.model_executor.layers.quantization import modelopt
@@ -265,7 +266,8 @@ def _kernels(case: Case) -> Iterator[None]:
 
     from tests.marlin import gptq_marlin_repack
 
-    os.environ["VLLM_NVFP4_GEMM_BACKEND"] = case.kernel
+    linear = {"emulation": EmulationNvFp4LinearKernel, "marlin": MarlinNvFp4LinearKernel}[case.kernel]
+    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: linear(NvFp4LinearLayerConfig())
     MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
     backend = NvFp4MoeBackend[case.kernel.upper()]
     modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
