@@ -4,7 +4,9 @@ This was read in vLLM 0.21, 0.26 and 0.32 (``quantization/modelopt.py``, ``kerne
 ``utils/marlin_utils_fp4.py``). Of what a checkpoint has of a layer
 
 - codes and block scales keep their bytes and places in the emulation. Marlin puts both in an order of its own, in as many bytes. It
-  makes other bytes of the scales, too: their numbers times a power of two that depends on the largest one of the layer;
+  makes other bytes of the scales, too: their numbers times a power of two that depends on the largest one of the layer. From 0.26 on
+  vLLM pads for it, after loading, what Marlin's tiles do not divide: zeros come behind the rows and columns of a linear layer, and in
+  experts behind the rows of gate, behind those of up, and behind the columns of down;
 - global scales become other parameters: the largest of the parts of a matrix, its inverse, products, and for Marlin that less the
   power of two.
 
@@ -22,9 +24,10 @@ from torch import nn
 
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
+from ....integration.quantize.nvfp4 import BLOCK
 from .compat import kind_of
 from .layouts import known_kernel
-from .packed_making import Derived, Formula, Order, PackedForm, Shapes, marlins_maps
+from .packed_making import Derived, Formula, Order, PackedForm, Padded, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
@@ -76,6 +79,30 @@ class Nvfp4:
             elif name.endswith("weight_scale"):
                 asked[name] = Letters(shape, kind, _LETTERS, become)
         return asked, frozenset(name for name in asked if name.endswith("weight_scale"))
+
+    def padding(
+        self, live: Any, loaded: Shapes, kernel: str
+    ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
+        found: dict[str, Padded] = {}
+        sizes: dict[str, int] = {}
+        for name, (shape, _) in loaded.items() if kernel == _MARLIN else ():
+            if not name.endswith("weight"):
+                continue
+            *stack, rows, columns = shape
+            *_, down, across = getattr(live, name).shape
+            # Marlin's codes are int32 [k / 16, 2 n], of a matrix [n, k].
+            n, k = across // 2, down * 16
+            if (n, k) == (rows, 2 * columns):
+                continue
+            parts = 2 if name.startswith("w13") and live.quant_method.moe.is_act_and_mul else 1
+            outer = *(((one, one),) for one in stack), ((parts, parts), (rows // parts, n // parts))
+            for packed, of_block in ((name, 2), (f"{name}_scale", BLOCK)):
+                found[packed] = Padded((*outer, ((2 * columns // of_block, k // of_block),)))
+            if not stack:
+                sizes |= {"output_size_per_partition": n, "input_size_per_partition": k}
+            elif name.startswith("w2"):
+                sizes["intermediate_size_per_partition"] = k
+        return found, sizes
 
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         staged = tuple(n for n in loaded if n.endswith(("weight_scale_2", "input_scale")))
