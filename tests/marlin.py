@@ -32,7 +32,8 @@ def _places(num_bits: int) -> np.ndarray:
 
 def gptq_marlin_repack(
     b_q_weight: torch.Tensor,
-    perm: torch.Tensor,
+    perm: torch.Tensor | None = None,
+    *,
     size_k: int,
     size_n: int,
     num_bits: int,
@@ -40,7 +41,8 @@ def gptq_marlin_repack(
 ) -> torch.Tensor:
     """Int32 ``[k · bits / 32, n]``, codes of one column in a word, as int32 ``[k / 16, n · bits / 2]``."""
     assert not is_a_8bit
-    assert not perm.numel()
+    # Of an activation order; vLLM 0.32's has none.
+    assert perm is None or not perm.numel()
     assert size_k % TILE_K == size_n % TILE_N == 0
     in_word = 32 // num_bits
     words = b_q_weight.numpy().view(np.uint32)

@@ -29,7 +29,7 @@ LETTERS = tuple(range(0x78, 0x7F))
 def marlin(codes: torch.Tensor) -> torch.Tensor:
     n, half = codes.shape
     words = codes.view(torch.int32).T.contiguous()
-    return gptq_marlin_repack(words, torch.empty(0), 2 * half, n, 4)
+    return gptq_marlin_repack(words, size_k=2 * half, size_n=n, num_bits=4)
 
 
 def scales_of_marlin(scales: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
 
-from .vllm_kernels import CASES, RELOADED, UNKNOWN, refit_all
+from .vllm_kernels import CASES, PADDED, RELOADED, SENT, UNKNOWN, refit_all
 from .vllm_side import ENVIRONMENT
 
 Reports = dict[str, dict[str, Any]]
@@ -31,6 +31,7 @@ def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: Fo
     assert found["untouched"]
     assert found["packed on the misc path"] == {}
     assert found["packed in bulk"]
+    assert found["padded"] == (case in PADDED)
     assert found["differ"]
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
@@ -54,6 +55,15 @@ def test_a_layer_that_has_landed_is_put_in_order_while_others_are_on_their_way(
 
     assert differing(0) == {"0"}
     assert differing(1) == set()
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_a_trainers_weights_are_packed_on_the_way_into_experts_in_marlins_layout(
+    found_ahead: FoundAhead, case: str
+) -> None:
+    for differing, in_bulk in found_ahead.by(refit_packed_layers)[case]["sent"]:
+        assert differing == [[], []]
+        assert in_bulk == {"weight", "weight_scale", "weight_scale_2"}
 
 
 def test_kernels_of_experts_that_are_reloaded_hold_new_values_where_cuda_graphs_have_them(

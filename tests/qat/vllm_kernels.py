@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ from rlrefit.integration.quantize.nvfp4_checkpoint import (
 EXPERTS = 4
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -46,7 +45,9 @@ KERNELS_PARTS = ("w1_scale", "w2_scale", "g1_alphas", "g2_alphas", "a1_gscale", 
 class Case:
     """A checkpoint of a kind, and the kernel that has its layers on one of some ranks.
 
-    ``changes``: its step also changes codes, as none does that was read.
+    Attributes:
+        sizes: hidden and intermediate size, the latter of an expert if there are some.
+        changes: its step also changes codes, as none does that was read.
     """
 
     kernel: str
@@ -54,20 +55,46 @@ class Case:
     activations: bool
     rank: int = 0
     ranks: int = 1
+    sizes: tuple[int, int] = (128, 256)
     changes: bool = False
 
     @property
     def kind(self) -> str:
-        return f"{'moe' if self.experts else 'dense'}-{'w4a4' if self.activations else 'w4a16'}"
+        hidden, intermediate = self.sizes
+        return f"{'moe' if self.experts else 'dense'}-{'w4a4' if self.activations else 'w4a16'}-{hidden}-{intermediate}"
 
 
+def _pads() -> bool:
+    """Whether this vLLM's Marlin pads what its tiles do not divide, told without importing vLLM."""
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "model_executor/layers/quantization/utils/marlin_utils.py"
+    return "def marlin_padded_nk" in file.read_text()
+
+
+# Of vLLM from 0.26 on; before, Marlin does not take such sizes. Of experts 96 columns become 128 (hidden sizes of whole 128) and 80 on each
+# rank 128; of linear layers hidden and intermediate sizes of 160 and 176 become whole 64 or 128.
+PADDED = {
+    "Marlin, padded": Case("marlin", False, True, sizes=(160, 352)),
+    "Marlin, padded, weights alone": Case("marlin", False, False, 1, 2, sizes=(160, 352)),
+    "Marlin's experts, padded": Case("marlin", True, True, sizes=(128, 96)),
+    "Marlin's experts, padded, weights alone": Case("marlin", True, False, 1, 2, sizes=(192, 160)),
+}
 CASES = {
     "emulation": Case("emulation", False, True),
     "Marlin": Case("marlin", False, True),
     "Marlin, weights alone": Case("marlin", False, False, 1, 2),
     "Marlin's experts": Case("marlin", True, True),
     "Marlin's experts, weights alone": Case("marlin", True, False, 1, 2),
+    **(PADDED if _pads() else {}),
 }
+# Those into which a trainer refits, too, which makes codes and scales of its weights on the way.
+SENT = [
+    name
+    for name in ("Marlin's experts, weights alone", "Marlin's experts, padded, weights alone")
+    if name in CASES
+]
 # In which the layers land in the first refit, of one each; and all else with the last one.
 PORTIONS = 2
 UNKNOWN = "a kernel that is not known"
@@ -76,20 +103,7 @@ RELOADED = "experts of the emulation"
 
 def write_packed(folder: Path, case: Case, seed: int) -> Path:
     """A tiny Qwen3 or Qwen3-MoE in NVFP4, with random weights and scales of inputs."""
-    import transformers
-
-    config: Any = transformers.Qwen3Config(**_SIZES)
-    if case.experts:
-        config = transformers.Qwen3MoeConfig(
-            **_SIZES, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=128
-        )
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.1)
-    path = folder / f"{case.kind}-{seed}"
-    model.save_pretrained(path)
+    path = _write_plain(folder / f"{case.kind}-{seed}", case, seed)
     weights = read(path)
     quantized = [name for name in weights if name.endswith("_proj.weight")]
     amax: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -119,6 +133,26 @@ def write_packed(folder: Path, case: Case, seed: int) -> Path:
     return path
 
 
+def _write_plain(path: Path, case: Case, seed: int) -> Path:
+    """The same in BF16."""
+    import transformers
+
+    hidden, intermediate = case.sizes
+    sizes = _SIZES | {"hidden_size": hidden, "intermediate_size": intermediate}
+    config: Any = transformers.Qwen3Config(**sizes)
+    if case.experts:
+        config = transformers.Qwen3MoeConfig(
+            **sizes, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=intermediate
+        )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    model.save_pretrained(path)
+    return path
+
+
 def read(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
@@ -135,7 +169,10 @@ def refit_all(folder: Path) -> dict[str, Report]:
         UNKNOWN: Case("marlin", True, True, changes=True),
         RELOADED: Case("emulation", True, True),
     }
-    return {name: _refitted(case, *paths[case.kind]) for name, case in cases.items()}
+    found = {name: _refitted(case, *paths[case.kind]) for name, case in cases.items()}
+    for name in SENT:
+        found[name]["sent"] = _sent(CASES[name], folder)
+    return found
 
 
 def _refitted(case: Case, path_a: Path, path_b: Path) -> Report:
@@ -166,6 +203,8 @@ def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str,
         <= {fragment.name for fragment in fragments} | _elsewhere(destination, packed),
         "packed on the misc path": {name: reason for name, reason in misc.items() if name in packed},
         "rewritten": {packed_kind(name) for name in destination.rewritten(specs)},
+        "padded": _codes_bytes(live)
+        > sum(f.view.nbytes for f in fragments if f.name.endswith("_proj.weight")),
     }
     # The first time layers land one after the other. The second time all weights come whole, as from trainers that hold none in a shape
     # of its own.
@@ -200,6 +239,85 @@ def _refits(live: Any, config: Any, oracles: list[Any], versions: list[dict[str,
     return found
 
 
+def _codes_bytes(model: torch.nn.Module) -> int:
+    """Of all packed weights, as the kernels have them."""
+    return sum(p.nbytes for p in model.parameters() if p.dtype in (torch.uint8, torch.int32))
+
+
+def _sent(case: Case, folder: Path) -> Any:
+    """A trainer with weights in BF16 refits its second version, and then its first, into an engine that was started from the first:
+    what differs from what vLLM loads from a checkpoint of either, and what has come in place."""
+    from vllm_ranks import _differing, fill
+
+    from rlrefit.integration.config import RefitConfig
+    from rlrefit.integration.session import RefitSession
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+    from rlrefit.workers.trainers.fsdp.source import FSDPSource
+    from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.trainers.qat.config import QATConfig
+    from rlrefit.workers.trainers.qat.fsdp import quantize_module
+    from rlrefit.workers.trainers.qat.source import PackedSource
+    from tests.refit.synthetic import run_world
+
+    original = _write_plain(folder / f"{case.kind}-trained", case, 2)
+    model = _holding(read(original))
+    qat = quantize_module(model, QATConfig(activations=case.activations))
+    source = FSDPSource(model, torch.bfloat16)
+
+    def train_to(version: int) -> None:
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.1 * (version + 1))
+        qat.refresh()
+
+    paths = [folder / f"{case.kind}-trained-{version}" for version in (0, 1)]
+    for version, path in enumerate(paths):
+        train_to(version)
+        write_checkpoint(path, original, source, qat)
+    with _kernels(case):
+        live, config = _loaded(case, paths[0])
+        oracles = [_loaded(case, path)[0] for path in paths]
+        destination = VllmDestination(live, config, torch.device("cpu"))
+
+        def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+            found = []
+            for number, version in enumerate((1, 0), start=1):
+                if session.world.is_source:
+                    train_to(version)
+                else:
+                    fill(live, 0x7F)
+                session.refit(number)
+                found.append([] if session.world.is_source else _differing(live, oracles[version]))
+            return found, {
+                packed_kind(spec.name) for spec in session.manifest.specs("bulk") if ".experts." in spec.name
+            }
+
+        settings = RefitConfig(bucket_mb=1, timeout_s=60.0, verify="full", transport="p2p")
+        return run_world([PackedSource(source, qat)], [destination], body, settings)
+
+
+def _holding(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A model that holds the weights of a checkpoint under their names, those of projections in linear layers, and computes nothing."""
+    root = torch.nn.Module()
+    for name, weight in weights.items():
+        *path, last, kind = name.split(".")
+        assert kind == "weight"
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        layer = (
+            torch.nn.Linear(*reversed(weight.shape), bias=False)
+            if last.endswith("_proj")
+            else torch.nn.Module()
+        )
+        layer.weight = torch.nn.Parameter(weight)
+        module.add_module(last, layer)
+    return root
+
+
 def _places_in_kernels(model: torch.nn.Module) -> dict[str, int]:
     """Where what kernels of experts compute with lies, which CUDA graphs have noted."""
     configs = {
@@ -230,7 +348,8 @@ def _kernels_of(model: torch.nn.Module) -> set[str]:
     found = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if type(method).__name__.startswith("ModelOptNvFp4"):
+        # vLLM 0.32's of linear layers is ModelOptLinearMethod.
+        if type(method).__name__.startswith(("ModelOptNvFp4", "ModelOptLinear")):
             kernel = getattr(method, "kernel", None)
             found.add(method.nvfp4_backend.name if kernel is None else type(kernel).__name__)
     return found
@@ -255,9 +374,9 @@ def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
 @contextmanager
 def _kernels(case: Case) -> Iterator[None]:
     """vLLM takes the case's kernel, whose own step runs on this CPU."""
-    import os
-
     from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, backend_to_kernel_cls
     from vllm.model_executor.layers.quantization import modelopt
@@ -265,7 +384,8 @@ def _kernels(case: Case) -> Iterator[None]:
 
     from tests.marlin import gptq_marlin_repack
 
-    os.environ["VLLM_NVFP4_GEMM_BACKEND"] = case.kernel
+    linear = {"emulation": EmulationNvFp4LinearKernel, "marlin": MarlinNvFp4LinearKernel}[case.kernel]
+    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: linear(NvFp4LinearLayerConfig())
     MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
     backend = NvFp4MoeBackend[case.kernel.upper()]
     modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])

@@ -19,6 +19,7 @@ from rlrefit.workers.engines.common.loader_trace.modules import ModuleLayout
 from rlrefit.workers.engines.common.loader_trace.trace import Landing, trace_loader
 from rlrefit.workers.engines.common.traced_destination import _routed
 from rlrefit.workers.engines.vllm.kernel_layouts import KernelLayouts
+from rlrefit.workers.engines.vllm.packed_making import Padded
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SHAPES = {"w13_weight": (3, 8, 6), "w2_weight": (3, 6, 4), "e_score_correction_bias": (3,)}
@@ -193,3 +194,20 @@ def test_parts_of_a_tensor_that_are_whole_tiles_land_by_the_tensors_own_tiles(st
         for column in range(2):
             expected[TILES.steps[0][2 + row] + TILES.steps[1][column]] = whole[start + row, column]
     assert torch.equal(out, expected)
+
+
+def test_what_a_kernel_pads_is_loaded_apart_from_its_zeros() -> None:
+    # Two experts of gate and up, three rows of four columns each, with zeros up to four rows and six columns.
+    padded = Padded((((2, 2),), ((2, 2), (3, 4)), ((4, 6),)))
+    assert padded.shape == (2, 8, 6)
+    numbers = torch.arange(2 * 8 * 6).view(padded.shape)
+    loaded = torch.cat([numbers[:, 0:3, :4], numbers[:, 4:7, :4]], dim=1)
+    assert torch.equal(padded.loaded(numbers).reshape(2, 6, 4), loaded)
+    by = padded.places
+    assert by.shape == (2, 6, 4)
+    experts, rows, columns = (torch.tensor(steps) for steps in by.steps)
+    assert torch.equal(by.first + experts[:, None, None] + rows[:, None] + columns, loaded)
+    for zeros in padded.zeros(numbers):
+        zeros.fill_(-1)
+    assert torch.equal(padded.loaded(numbers).reshape(2, 6, 4), loaded)
+    assert set(numbers.flatten().tolist()) == {-1, *loaded.flatten().tolist()}

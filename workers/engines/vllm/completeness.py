@@ -14,8 +14,8 @@ from torch import nn
 
 from ..common.loader_trace.trace import LoaderTrace, Part
 from ..common.loader_trace.unreached import filled_buffers, require_reached
-from .compat import kind_of
 from .layouts import ATTENTION_MODULES, has_padding
+from .nvfp4 import nvfp4_kind
 
 # By name: an engine without such layers imports none of these, and later vLLMs lack some.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -149,7 +149,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _unused(method: Any) -> tuple[str, ...]:
-    kind = kind_of(method)
+    kind = nvfp4_kind(method)
     # One method has experts of W4A4 and W4A16; all its backends but Marlin quantize inputs.
     if kind == _NVFP4_EXPERTS:
         return _INPUT_SCALES if method.nvfp4_backend.name == "MARLIN" else ()

@@ -222,7 +222,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         try:
             packed = self._packed_layers.of(live, twin)
             if packed is not None:
-                return VllmLayout(placed=True, packed=packed, otherwise=layout)
+                places = {parameter: padded.places for parameter, padded in packed.padded.items()}
+                return VllmLayout(placed=True, packed=packed, rearranged=places, otherwise=layout)
             found = self._kernel_layouts.of(live, twin)
         except NotRearranged as reason:
             return replace(layout, reason=f"{layout.reason} ({reason})")

@@ -1,10 +1,12 @@
 """Layers that vLLM's ModelOpt methods hold in NVFP4: what vLLM makes of them after loading.
 
-This was read in vLLM 0.21 (``quantization/modelopt.py``, ``kernels/linear/nvfp4``, ``fused_moe/oracle/nvfp4.py`` and
+This was read in vLLM 0.21, 0.26 and 0.32 (``quantization/modelopt.py``, ``kernels/linear/nvfp4``, ``fused_moe/oracle/nvfp4.py`` and
 ``utils/marlin_utils_fp4.py``). Of what a checkpoint has of a layer
 
 - codes and block scales keep their bytes and places in the emulation. Marlin puts both in an order of its own, in as many bytes. It
-  makes other bytes of the scales, too: their numbers times a power of two that depends on the largest one of the layer;
+  makes other bytes of the scales, too: their numbers times a power of two that depends on the largest one of the layer. From 0.26 on
+  vLLM pads for it, after loading, what Marlin's tiles do not divide: zeros come behind the rows and columns of a linear layer, and in
+  experts behind the rows of gate, behind those of up, and behind the columns of down;
 - global scales become other parameters: the largest of the parts of a matrix, its inverse, products, and for Marlin that less the
   power of two.
 
@@ -22,14 +24,17 @@ from torch import nn
 
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
+from ....integration.quantize.nvfp4 import BLOCK
 from .compat import kind_of
 from .layouts import known_kernel
-from .packed_making import Derived, Formula, Order, PackedForm, Shapes, marlins_maps
+from .packed_making import Derived, Formula, Order, PackedForm, Padded, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
 _W4A4_LINEAR = f"{_MODELOPT}.ModelOptNvFp4LinearMethod"
 _W4A16_LINEAR = f"{_MODELOPT}.ModelOptNvFp4W4A16LinearMethod"
+# From 0.32 on of all formats.
+_ANY_LINEAR = f"{_MODELOPT}.ModelOptLinearMethod"
 _EXPERTS = f"{_MODELOPT}.ModelOptNvFp4FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.nvfp4"
 _EMULATION, _MARLIN = "emulation", "marlin"
@@ -48,7 +53,7 @@ class Nvfp4:
     """A :class:`.packed_layers.PackedFormat`."""
 
     def kind(self, live: nn.Module) -> str:
-        kind = kind_of(getattr(live, "quant_method", None))
+        kind = nvfp4_kind(getattr(live, "quant_method", None))
         return kind if kind in (_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS) else ""
 
     def kernel(self, live: Any) -> str:
@@ -75,12 +80,38 @@ class Nvfp4:
                 asked[name] = Letters(shape, kind, _LETTERS, become)
         return asked, frozenset(name for name in asked if name.endswith("weight_scale"))
 
+    def padding(
+        self, live: Any, loaded: Shapes, kernel: str
+    ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
+        found: dict[str, Padded] = {}
+        sizes: dict[str, int] = {}
+        for name, (shape, _) in loaded.items() if kernel == _MARLIN else ():
+            if not name.endswith("weight"):
+                continue
+            *stack, rows, columns = shape
+            *_, down, across = getattr(live, name).shape
+            # Marlin's codes are int32 [k / 16, 2 n], of a matrix [n, k].
+            n, k = across // 2, down * 16
+            if (n, k) == (rows, 2 * columns):
+                continue
+            parts = 2 if name.startswith("w13") and live.quant_method.moe.is_act_and_mul else 1
+            outer = *(((one, one),) for one in stack), ((parts, parts), (rows // parts, n // parts))
+            for packed, of_block in ((name, 2), (f"{name}_scale", BLOCK)):
+                found[packed] = Padded((*outer, ((2 * columns // of_block, k // of_block),)))
+            if not stack:
+                sizes |= {"output_size_per_partition": n, "input_size_per_partition": k}
+            elif name.startswith("w2"):
+                sizes["intermediate_size_per_partition"] = k
+        return found, sizes
+
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         staged = tuple(n for n in loaded if n.endswith(("weight_scale_2", "input_scale")))
-        if any(loaded[name][1] != torch.float32 for name in staged):
-            raise NotRearranged("its global scales are not FP32")
-        kind = kind_of(live.quant_method)
+        kind = self.kind(live)
         derived = tuple(_of_experts(loaded) if kind == _EXPERTS else _of_linear(loaded, kernel, kind))
+        used = {name for one in derived for name, _ in (one.weights, one.inputs) if name}
+        # vLLM 0.32 has BF16 for inputs' scales that it drops.
+        if any(loaded[name][1] != torch.float32 for name in used):
+            raise NotRearranged("its global scales are not FP32")
         return PackedForm(loaded, staged, orders, derived, live.params_dtype)
 
     def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -98,6 +129,20 @@ class Nvfp4:
             "w13_weight_scale": config.w1_scale,
             "w2_weight_scale": config.w2_scale,
         }
+
+
+def nvfp4_kind(method: Any) -> str:
+    """As :func:`.compat.kind_of`; for a linear layer in NVFP4 the method that vLLM had for it before there was one for all formats."""
+    kind = kind_of(method)
+    if kind != _ANY_LINEAR:
+        return kind
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+
+    known = {
+        (kNvfp4Static, kNvfp4Dynamic): _W4A4_LINEAR,
+        (kNvfp4Static, None): _W4A16_LINEAR,
+    }
+    return known.get((method.spec.weight, method.spec.activation), kind)
 
 
 def _of_linear(loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from .kernel_layouts import apart, held, processed
 from .mxfp4 import Mxfp4
 from .mxfp8 import Mxfp8Layers
 from .nvfp4 import Nvfp4
-from .packed_making import Making, Order, PackedForm, Shapes, Tensors
+from .packed_making import Making, Order, PackedForm, Padded, Shapes, Tensors
 from .reload import follow_parameters
 
 # Marlin's locks, which are zeros between its runs.
@@ -55,6 +56,11 @@ class PackedFormat(Protocol):
     ) -> tuple[Mapping[str, Codes], frozenset[str]]:
         """The parameters that a kernel may have in an order of its own, and those of them whose bytes it also changes by their
         layer's largest one."""
+
+    def padding(
+        self, live: Any, loaded: Shapes, kernel: str
+    ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
+        """Which parameters the kernel pads, and the attributes of a layer for which it would pad none: they come in its sizes."""
 
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         """How a layer is made of what is loaded, but for what is held then."""
@@ -152,13 +158,23 @@ class PackedLayers:
         return known
 
     def _found_out(self, live: Any, loaded: Shapes, kernel: str, format: PackedFormat) -> PackedForm:
-        def step(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return self._processed(live, given, format)
+        padded, sizes = format.padding(live, loaded, kernel)
+        # The order of what is padded is that of a layer which is loaded in the padded sizes.
+        whole = apart(live)
+        for attribute, size in sizes.items():
+            setattr(whole, attribute, size)
+        laid = {
+            name: (padded[name].shape if name in padded else shape, dtype)
+            for name, (shape, dtype) in loaded.items()
+        }
 
-        orders = self._orders(step, loaded, *format.asked(live, loaded, kernel, self._device))
-        form = format.form(live, loaded, kernel, orders)
+        def step(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return self._processed(whole, given, format)
+
+        orders = self._orders(step, laid, *format.asked(whole, laid, kernel, self._device))
+        form = replace(format.form(live, loaded, kernel, orders), padded=padded)
         for given in format.given(loaded, self._device):
-            theirs = step({name: tensor.clone() for name, tensor in given.items()})
+            theirs = self._processed(live, {name: tensor.clone() for name, tensor in given.items()}, format)
             form = form.holding(_strided(theirs))
             self._prove(form, given, theirs)
         return form
@@ -200,7 +216,10 @@ class PackedLayers:
             making = Making({"": (made, form)}, self._device)
             for name, tensor in given.items():
                 target = making.landing("", name)
-                (made[name] if target is None else target).copy_(tensor)
+                target = made[name] if target is None else target
+                if name in form.padded:
+                    target = form.padded[name].loaded(target)
+                target.copy_(tensor.view(target.shape))
             making.make()
         except (KeyError, RuntimeError, ValueError) as error:
             raise NotRearranged(f"what it becomes can't be made: {type(error).__name__}: {error}") from error

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ....integration.layout import Box, box_of, flat_bytes, local_slice
+from ....integration.layout import Box, box_of, flat_bytes, local_slice, subtract_all
 from ....integration.layout.codes import Tiling
-from ....integration.layout.rearrangement import NotRearranged
+from ....integration.layout.rearrangement import NotRearranged, Rearrangement
 from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
 from .compat import MARLIN_NVFP4, has
 
@@ -78,6 +78,52 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Padded:
+    """A parameter behind whose elements a kernel has zeros: vLLM pads it after it is loaded, before it is put in order.
+
+    Attributes:
+        dims: for each dimension of the parameter the sizes of its parts, the slowest one first, each as it is loaded and with the zeros.
+            Rows of gate and up are two parts that are padded apart: ``((2, 2), (96, 128))``.
+    """
+
+    dims: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter with the zeros."""
+        return tuple(prod(whole for _, whole in parts) for parts in self.dims)
+
+    @property
+    def places(self) -> Rearrangement:
+        """Where what is loaded lies in it."""
+        stride, steps = prod(self.shape), []
+        for parts in self.dims:
+            found: tuple[int, ...] = (0,)
+            for size, whole in parts:
+                stride //= whole
+                found = tuple(step + i * stride for step in found for i in range(size))
+            steps.append(found)
+        return Rearrangement(tuple(map(len, steps)), 0, tuple(steps))
+
+    def loaded(self, memory: torch.Tensor) -> torch.Tensor:
+        """Those elements of the contiguous ``memory`` that are loaded, with parts of dimensions as dimensions."""
+        return _box_of(memory, self._wholes, self._loaded)
+
+    def zeros(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """All others."""
+        rest = subtract_all(box_of(self._wholes), [self._loaded])
+        return [_box_of(memory, self._wholes, box) for box in rest]
+
+    @property
+    def _wholes(self) -> tuple[int, ...]:
+        return tuple(whole for parts in self.dims for _, whole in parts)
+
+    @property
+    def _loaded(self) -> Box:
+        return tuple((0, size) for parts in self.dims for size, _ in parts)
+
+
+@dataclass(frozen=True)
 class PackedForm:
     """How layers of one kind are made of what is loaded.
 
@@ -88,6 +134,7 @@ class PackedForm:
         derived: what is made of :attr:`staged`.
         dtype: in which the layer computes.
         held: shape, strides and dtype of the parameters that vLLM makes.
+        padded: those of :attr:`orders` that the kernel pads.
     """
 
     loaded: Shapes
@@ -96,6 +143,11 @@ class PackedForm:
     derived: tuple[Derived, ...]
     dtype: torch.dtype
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    padded: Mapping[str, Padded] = field(default_factory=dict)
+
+    def laid(self, name: str) -> tuple[int, ...]:
+        """The shape in which a parameter lies in the live memory before it is put in order."""
+        return self.padded[name].shape if name in self.padded else self.loaded[name][0]
 
     def holding(self, held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> PackedForm:
         """The same, of layers that hold such parameters."""
@@ -108,6 +160,11 @@ class PutInOrder:
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         return PackedForm(loaded, (), orders, (), live.params_dtype)
 
+    def padding(
+        self, live: Any, loaded: Shapes, kernel: str
+    ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
+        return {}, {}
+
     def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
         yield any_bytes(loaded, device)
 
@@ -118,7 +175,7 @@ class Making:
     Args:
         modules: by name, the live parameters of each, and its form.
         device: of them.
-        padding: by module and parameter the boxes that nothing lands in, as it is loaded: they hold zeros.
+        padding: by module and parameter the boxes that nothing lands in, as it is loaded: they hold zeros, as what a kernel pads does.
     """
 
     def __init__(
@@ -151,13 +208,14 @@ class Making:
         # The kernels want some memory, even where they read none of it.
         self._choices = torch.zeros(max(1, len(changed)), dtype=torch.int32, device=device)
         self._scales = self._derived()
-        self._padded = {module for module, _ in padding or {}}
-        self._blank = [
-            as_loaded[local_slice(box_of(as_loaded.shape), box)]
-            for (module, name), boxes in (padding or {}).items()
-            for as_loaded in (self.as_loaded(module, name),)
-            for box in boxes
-        ]
+        # By module: zeros before it is put in order, or at the end of a refit if it isn't.
+        self._blank: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for (module, name), boxes in (padding or {}).items():
+            memory = self.as_loaded(module, name)
+            self._blank[module] += [_box_of(memory, memory.shape, box) for box in boxes]
+        for module, (_, form) in modules.items():
+            for name, padded in form.padded.items():
+                self._blank[module] += padded.zeros(self.as_loaded(module, name))
         # What is put in order with each portion, and None of what is at the end, once that is prepared; those of the refit under way
         # that have been.
         self._orders: dict[int | None, _Orders] | None = None
@@ -173,8 +231,7 @@ class Making:
         modules: dict[int | None, list[str]] = defaultdict(list)
         for module, (_, form) in self._modules.items():
             if form.orders:
-                # Padding is in order too, and is written at the end.
-                modules[None if module in self._padded else portions.get(module)].append(module)
+                modules[portions.get(module)].append(module)
         self._orders = {portion: self._ordered(found) for portion, found in modules.items()}
 
     def put_in_order(self, portion: int | None) -> None:
@@ -198,10 +255,9 @@ class Making:
         return self.as_loaded(module, parameter) if parameter in form.orders else None
 
     def as_loaded(self, module: str, parameter: str) -> torch.Tensor:
-        """The memory of a live parameter of a module in the shape and dtype in which it is loaded."""
+        """The memory of a live parameter of a module in the shape and dtype in which it is loaded, with the zeros that a kernel pads."""
         held, form = self._modules[module]
-        shape, dtype = form.loaded[parameter]
-        return flat_bytes(held[parameter]).view(dtype).view(shape)
+        return flat_bytes(held[parameter]).view(form.loaded[parameter][1]).view(form.laid(parameter))
 
     def rewrites(self, module: str, parameter: str) -> str:
         """Why what has landed of a parameter does not stay as it is; empty if it does."""
@@ -212,8 +268,14 @@ class Making:
         """Once per refit, after all has landed; on a GPU, enqueued on the current stream."""
         if self._orders is None:
             self.expect({})
-        if self._blank:
-            torch._foreach_zero_(self._blank)
+        _fill_with_zeros(
+            [
+                one
+                for module, (_, form) in self._modules.items()
+                if not form.orders
+                for one in self._blank[module]
+            ]
+        )
         for portion in self._orders.keys() - self._done:
             self.put_in_order(portion)
         self._done.clear()
@@ -233,13 +295,14 @@ class Making:
                 slot = self._slots.get((module, name))
                 if slot is not None:
                     scales.append((memory, slot))
-                (*_, rows, count), dtype = form.loaded[name]
-                width = count * dtype.itemsize
+                *_, rows, count = form.laid(name)
+                width = count * form.loaded[name][1].itemsize
                 jobs += [
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
                     for matrix in memory.split(rows * width)
                 ]
-        return _Orders(jobs, scales, self._device)
+        blank = [one for module in modules for one in self._blank[module]]
+        return _Orders(jobs, scales, blank, self._device)
 
     def _derived(self) -> list[Callable[[], None]]:
         """Prepare what computes all global scales: a function for each formula, which writes its part of one row."""
@@ -380,12 +443,18 @@ class _Orders:
     Args:
         jobs: of the matrices.
         scales: block scales among them, and their slots.
+        blank: what holds zeros before that.
         device: of them.
     """
 
     def __init__(
-        self, jobs: Sequence[Unordered], scales: Sequence[tuple[torch.Tensor, int]], device: torch.device
+        self,
+        jobs: Sequence[Unordered],
+        scales: Sequence[tuple[torch.Tensor, int]],
+        blank: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> None:
+        self._blank = blank
         self._reordering = make_reordering(jobs, device)
         memory = [(one, number) for number, (one, _) in enumerate(scales)]
         self._finder = make_largest_bytes(memory, device) if scales else None
@@ -393,10 +462,23 @@ class _Orders:
         self._found = torch.zeros(len(scales), dtype=torch.int32, device=device)
 
     def put(self, maps: MarlinsMaps, choices: torch.Tensor) -> None:
+        # First, since they lie among the block scales whose largest one is looked for.
+        _fill_with_zeros(self._blank)
         if self._finder is not None:
             self._finder.find(self._found)
             choices.index_copy_(0, self._slots, maps.powers[self._found])
         self._reordering.launch(maps.maps, choices)
+
+
+def _box_of(memory: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
+    """A box of contiguous memory, as a tensor of that shape."""
+    return memory.view(*shape)[local_slice(box_of(shape), box)]
+
+
+def _fill_with_zeros(tensors: Sequence[torch.Tensor]) -> None:
+    # torch takes no empty list.
+    if tensors:
+        torch._foreach_zero_(list(tensors))
 
 
 def any_bytes(loaded: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
