@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "mistral": (_TP4, _UNEVEN, _VPP, _CP),
     "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
-    # Bridge builds these without pipeline stages alone.
+    # Bridge builds dense ones without pipeline stages alone.
     "gemma4": (_TP4, _DDP),
     "gemma4-shared": (_TP4, _DDP),
     "gemma4-moe": (_EP4, _ETP),

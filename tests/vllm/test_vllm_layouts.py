@@ -10,6 +10,7 @@ import torch
 from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
+from rlrefit.integration.layout import overlap
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
@@ -211,6 +212,12 @@ def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(ranks: li
         assert [name for name in unused if not name.endswith("down_proj_bias")] == []
         assert len(unused) == (layers if zeros else 0)
         assert (len(unused) < len(rank.unused)) == has_prediction(family)
+
+
+@pytest.mark.parametrize("case", _OF_FAMILIES)
+def test_no_rank_wants_an_element_of_a_weight_twice(ranks: list[RankResult], case: str):
+    for rank in ranks:
+        assert {name: boxes for name, boxes in rank.bulk.items() if overlap(boxes) is not None} == {}
 
 
 def test_every_family_of_the_table_is_refitted_here():
