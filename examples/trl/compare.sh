@@ -6,7 +6,8 @@
 #     WAYS=rlrefit TRAIN=0 SERVE=0 MEMORY=0.3 examples/trl/compare.sh CHECKPOINT
 #
 # SERVE_ARGS are more arguments of vllm serve, such as --enforce-eager.
-# TRL's own needs a GPU that is not the server's: NCCL takes no two ranks on one. Arguments behind the model go to grpo.py.
+# TRL's own needs a GPU that is not the server's: NCCL takes no two ranks on one. Arguments behind the model go to grpo.py,
+# such as --step-first, which leaves the optimizer's step out of the seconds.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 model=${1:?usage: compare.sh FOLDER [arguments of grpo.py], with the folder of a checkpoint}

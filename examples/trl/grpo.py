@@ -136,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("this Python has no package trl; pip install trl==1.16.0 (docs/trl.md)")
     if not arguments.model:
         parser.error("--model: is missing; give the checkpoint that the server serves")
+    if arguments.cpu and arguments.step_first:
+        parser.error("--step-first: ends steps on a GPU; leave it out with --cpu")
     if not arguments.cpu and not torch.cuda.is_available():
         parser.error("torch finds no GPU here; give --cpu for one process without")
     if arguments.stand_ins or arguments.cpu:

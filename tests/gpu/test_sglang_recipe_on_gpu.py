@@ -103,9 +103,10 @@ def test_two_steps_in_turns_with_an_engine_over_two_gpus_follow_the_policy(
     rows = run(
         tmp_path,
         "turns",
-        "generation.sglang.attention_backend=triton",
-        f"generation.sglang.server_args={{sampling_backend: pytorch, max_total_tokens: {TOKENS}, "
-        "disable_custom_all_reduce: true, cuda_graph_max_bs_decode: 4}",
+        *_ENGINE,
+        # Its kernels are not in the bare package; and few batches to capture.
+        "+generation.sglang.server_args.disable_custom_all_reduce=true",
+        "+generation.sglang.server_args.cuda_graph_max_bs_decode=4",
         f"generation.sglang.disable_cuda_graph={str(not graphs).lower()}",
         "generation.sglang.mem_fraction_static=0.85",
         "trainer=fsdp",

@@ -146,7 +146,7 @@ def main(folder: Path, engine: str, overrides: tuple[str, ...]) -> None:
         from .sglang_run import environment
 
         named = f"{env['VERL_USE_EXTERNAL_MODULES']},{SGLANG},{_INTERPRETED}"
-        env |= environment(folder) | {"VERL_USE_EXTERNAL_MODULES": named, "TRITON_INTERPRET": "1"}
+        env |= environment() | {"VERL_USE_EXTERNAL_MODULES": named, "TRITON_INTERPRET": "1"}
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "0-1"  # of the one rank
         import examples.verl.cpu_sglang  # noqa: F401
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint

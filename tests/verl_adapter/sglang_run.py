@@ -64,7 +64,7 @@ def settings(tensor_parallel: int, *more: str, engine: dict[str, Any] | None = N
     )
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables of all processes of such a fleet."""
     return {
         **CPU,
@@ -108,7 +108,7 @@ def run(folder: Path) -> Seen:
     checkpoint = make_checkpoint("qwen3", folder / "model")
     seen = Seen()
     delta = f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer_shards.delta=always"
-    with shard_fleet(folder, checkpoint, environment(folder), 2, 1, settings(2, delta)) as fleet:
+    with shard_fleet(folder, checkpoint, environment(), 2, 1, settings(2, delta)) as fleet:
         calls = calls_of(fleet, 0)
         for version in UPDATED:
             path = str(written(folder, checkpoint, version))

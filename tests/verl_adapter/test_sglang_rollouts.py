@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlrefit.recipes.run.files import read_json_lines
 from tests.spawn import run_alone
 
 from .sglang_run import FAILED, IN_TURN, KILLED, LACKS, REFUSED, ROOT, SPARSE, UPDATED, Seen, environment, run
+from .test_trainers import OF_TWO_STEPS, STEPS
 
 pytestmark = [
     # Seven processes load SGLang, each for many seconds.
@@ -27,7 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder: Path = tmp_path_factory.mktemp("fleet")
-    own = {key: value for key, value in environment(folder).items() if key != "PYTHONPATH"}
+    own = {key: value for key, value in environment().items() if key != "PYTHONPATH"}
     found = run_alone(run, folder, environment=own, timeout_s=800.0)
     assert isinstance(found, Seen)
     return found
@@ -91,14 +94,8 @@ def test_a_killed_worker_ends_the_update_with_its_name(seen: Seen) -> None:
     assert seconds < 60
 
 
+@pytest.mark.timeout(400)
 def test_the_examples_training_updates_sglang_shard_to_shard_at_each_step(tmp_path: Path) -> None:
-    sizes = (
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-        "actor_rollout_ref.rollout.n=4",
-    )
     command = [
         sys.executable,
         "examples/verl/compare.py",
@@ -108,16 +105,30 @@ def test_the_examples_training_updates_sglang_shard_to_shard_at_each_step(tmp_pa
         "--folder",
         str(tmp_path),
     ]
-    command += ["rlrefit_sync", "--", "trainer.total_training_steps=2", "trainer.test_freq=-1", *sizes]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-    )
-    assert done.returncode == 0, (done.stdout, (tmp_path / "rlrefit_sync.log").read_text()[-4000:])
+    command += ["rlrefit_sync", "--", *OF_TWO_STEPS]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that verl's processes end with it
+    ) as process:
+        try:
+            told, _ = process.communicate(timeout=380)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    log = tmp_path / "rlrefit_sync.log"
+    assert process.returncode == 0, (told, log.read_text()[-4000:] if log.exists() else "")
     rows = read_json_lines(tmp_path / "rlrefit_sync.jsonl")
     assert [row["step"] for row in rows if "timing_s/update_weights" in row["data"]] == [1, 2]
     # The engine's log-probabilities beside the actor's, in BF16: what it generates with are the weights of the step.
     assert all(row["data"]["training/rollout_probs_diff_mean"] < 1e-3 for row in rows)
-    for role in ("trainer", "generation"):
-        records = read_json_lines(tmp_path / "refits" / f"refits-{role}-0.jsonl")
-        assert [record["version"] for record in records] == [0, 1, 2]
+    sent, received = (
+        read_json_lines(tmp_path / "refits" / f"refits-{role}-0.jsonl") for role in ("trainer", "generation")
+    )
+    for records in (sent, received):
+        assert [record["version"] for record in records] == list(range(STEPS + 1))
         assert all(record["bytes_bulk"] > 0 == record["bytes_misc"] for record in records)
+    assert all(record["bytes_bulk"] == record["bytes_verified"] for record in received)

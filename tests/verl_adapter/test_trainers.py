@@ -25,7 +25,7 @@ EXAMPLES = ROOT / "examples" / "verl"
 TRAINERS = "rlrefit.workers.frameworks.verl.trainers"
 STEPS = 2
 UPDATE = "timing_s/update_weights"
-SMALL = (
+OF_TWO_STEPS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.test_freq=-1",
     "data.train_batch_size=8",
@@ -34,8 +34,11 @@ SMALL = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.agent.num_workers=1",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",
     "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl_xfer_shards.verify=full",
+)
+SMALL = (
+    *OF_TWO_STEPS,
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",
 )
 
 
