@@ -23,6 +23,7 @@ IF_THERE = (
     *compat.CPU_EXPERTS,
     *compat.MARLIN_NVFP4,
     *compat.MTP_SWITCH,
+    *compat.NVFP4_SPECS,
     *compat.PAUSING,
     *compat.REFITTING,
 )

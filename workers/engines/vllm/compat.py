@@ -123,6 +123,11 @@ MARLIN_NVFP4 = (
     Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_scales", ("marlin_scales", "scale_factor", "a_dtype")),
     Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_global_scale", ("global_scale", "a_dtype")),
 )
+# By which a linear layer of a method for all formats (0.32) is known to be in NVFP4.
+NVFP4_SPECS = (
+    Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Static"),
+    Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Dynamic"),
+)
 # A drafter beside the model.
 SPECULATIVE = (
     Needed(

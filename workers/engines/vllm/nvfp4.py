@@ -25,7 +25,7 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.nvfp4 import BLOCK
-from .compat import kind_of
+from .compat import NVFP4_SPECS, has, kind_of
 from .layouts import known_kernel
 from .packed_making import Derived, Formula, Order, PackedForm, Padded, Shapes, marlins_maps
 
@@ -134,7 +134,7 @@ class Nvfp4:
 def nvfp4_kind(method: Any) -> str:
     """As :func:`.compat.kind_of`; for a linear layer in NVFP4 the method that vLLM had for it before there was one for all formats."""
     kind = kind_of(method)
-    if kind != _ANY_LINEAR:
+    if kind != _ANY_LINEAR or not has(NVFP4_SPECS):
         return kind
     from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
