@@ -56,6 +56,12 @@ MISC: dict[str, Parts] = {
 }
 
 
+# What a checkpoint of two layers has of one that takes keys and values of the other; transformers and vLLM 0.32 have no module for it.
+UNREAD = {
+    "gemma4-shared": {f"model.layers.1.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+}
+
+
 @dataclass(frozen=True)
 class Engine:
     """What is known of one engine.

@@ -13,13 +13,9 @@ from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 
 from .checkpoints import config_of, has_prediction, write_pair
-from .expected import TRANSFORMERS, is_prediction
+from .expected import TRANSFORMERS, UNREAD, is_prediction
 
 FAMILIES = tuple(TRANSFORMERS.misc)
-# What a checkpoint has of layers that take keys and values of a layer before, and transformers has no module for.
-_UNREAD = {
-    "gemma4-shared": {f"model.layers.1.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
-}
 # One that transformers shares evenly: it pads none.
 _EVEN = {"vocab_size": 64}
 
@@ -96,5 +92,5 @@ def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
         assert rank.refused == ""
         assert rank.differing == rank.misc == []
         predictions = {name for name in rank.unused if is_prediction(name, layers)}
-        assert set(rank.unused) - predictions == _UNREAD.get(family, set())
+        assert set(rank.unused) - predictions == UNREAD.get(family, set())
         assert bool(predictions) == has_prediction(family)
