@@ -24,6 +24,7 @@ IF_THERE = (
     *compat.MARLIN_NVFP4,
     *compat.MTP_SWITCH,
     *compat.NVFP4_SPECS,
+    *compat.MXFP8_SPEC,
     *compat.PAUSING,
     *compat.REFITTING,
 )

@@ -128,6 +128,8 @@ NVFP4_SPECS = (
     Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Static"),
     Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Dynamic"),
 )
+# The same of MXFP8.
+MXFP8_SPEC = (Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kMxfp8Static"),)
 # A drafter beside the model.
 SPECULATIVE = (
     Needed(

@@ -28,7 +28,7 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Mxfp8
-from .compat import kind_of
+from .compat import MXFP8_SPEC, has, kind_of
 from .layouts import known_kernel
 from .packed_making import PutInOrder, Shapes
 
@@ -36,6 +36,8 @@ from .packed_making import PutInOrder, Shapes
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
 _LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8LinearMethod"
+# From 0.32 on of all formats.
+_ANY_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptLinearMethod"
 _SCHEME = f"{_COMPRESSED}.schemes.compressed_tensors_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8"
 _EXPERTS = (
     f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8."
@@ -120,5 +122,15 @@ class Mxfp8Layers(PutInOrder):
 
 def _kind_of(module: nn.Module) -> str:
     """The method, or the scheme, by which a module holds MXFP8; empty if it does not."""
-    kinds = kind_of(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
+    kinds = _of_method(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
     return next((k for k in kinds if k in (_LINEAR, _SCHEME, _EXPERTS, _MODELOPT_EXPERTS)), "")
+
+
+def _of_method(method: Any) -> str:
+    """As :func:`.compat.kind_of`; for a linear layer in MXFP8 the method that vLLM had for it before there was one for all formats."""
+    kind = kind_of(method)
+    if kind != _ANY_LINEAR or not has(MXFP8_SPEC):
+        return kind
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static
+
+    return _LINEAR if method.spec.weight == kMxfp8Static else kind
