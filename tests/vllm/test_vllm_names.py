@@ -23,8 +23,7 @@ IF_THERE = (
     *compat.CPU_EXPERTS,
     *compat.MARLIN_NVFP4,
     *compat.MTP_SWITCH,
-    *compat.NVFP4_SPECS,
-    *compat.MXFP8_SPEC,
+    *compat.MODELOPT_SPECS,
     *compat.PAUSING,
     *compat.REFITTING,
 )

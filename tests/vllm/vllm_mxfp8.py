@@ -5,6 +5,8 @@ Marlin's one function in CUDA is :mod:`tests.marlin`'s. The emulation could comp
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from tests.marlin import gptq_marlin_repack
@@ -25,6 +27,8 @@ def choose_mxfp8_kernel(kernel: str) -> None:
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8
     from vllm.platforms import current_platform
 
+    # From 0.26 on the emulation would keep what the codes mean, in BF16, and refits of it take the misc path.
+    os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
     chosen = getattr(linear, _KERNELS[kernel])
     chosen.is_supported = classmethod(lambda cls, capability=None: (True, None))
     linear._POSSIBLE_MXFP8_KERNELS[current_platform._enum] = [chosen]

@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 # The first and the last series that the tests have run. One beyond is taken if it has what is asked for, with a warning.
 FIRST, LAST = "0.21", "0.32"
 _LAYERS = "vllm.model_executor.layers"
+_MODELOPT = f"{_LAYERS}.quantization.modelopt"
+# Methods of linear layers, as :func:`method_of` tells them.
+NVFP4_LINEAR = f"{_MODELOPT}.ModelOptNvFp4LinearMethod"
+NVFP4_W4A16_LINEAR = f"{_MODELOPT}.ModelOptNvFp4W4A16LinearMethod"
+MXFP8_LINEAR = f"{_MODELOPT}.ModelOptMxFp8LinearMethod"
 _FP4 = "quantization.utils.marlin_utils_fp4"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -123,13 +128,12 @@ MARLIN_NVFP4 = (
     Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_scales", ("marlin_scales", "scale_factor", "a_dtype")),
     Needed(f"{_LAYERS}.{_FP4}", "nvfp4_marlin_process_global_scale", ("global_scale", "a_dtype")),
 )
-# By which a linear layer of a method for all formats (0.32) is known to be in NVFP4.
-NVFP4_SPECS = (
+# By which a linear layer of ModelOpt's method for all formats (0.32) tells its own.
+MODELOPT_SPECS = (
     Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Static"),
     Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kNvfp4Dynamic"),
+    Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kMxfp8Static"),
 )
-# The same of MXFP8.
-MXFP8_SPEC = (Needed(f"{_LAYERS}.quantization.utils.quant_utils", "kMxfp8Static"),)
 # A drafter beside the model.
 SPECULATIVE = (
     Needed(
@@ -390,6 +394,24 @@ def _accepted(found: Any, name: str) -> set[str]:
 def kind_of(thing: object) -> str:
     """Module and name of the class of ``thing``."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def method_of(method: object) -> str:
+    """As :func:`kind_of`; of ModelOpt's method for linear layers of all formats the one that vLLM had for that format before (0.32)."""
+    kind = kind_of(method)
+    if kind != f"{_MODELOPT}.ModelOptLinearMethod" or not has(MODELOPT_SPECS):
+        return kind
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kMxfp8Static,
+        kNvfp4Dynamic,
+        kNvfp4Static,
+    )
+
+    spec: Any = method.spec  # type: ignore[attr-defined]
+    if spec.weight == kMxfp8Static:
+        return MXFP8_LINEAR
+    known = {(kNvfp4Static, kNvfp4Dynamic): NVFP4_LINEAR, (kNvfp4Static, None): NVFP4_W4A16_LINEAR}
+    return known.get((spec.weight, spec.activation), kind)
 
 
 def _version() -> str:

@@ -14,14 +14,13 @@ from torch import nn
 
 from ..common.loader_trace.trace import LoaderTrace, Part
 from ..common.loader_trace.unreached import filled_buffers, require_reached
+from .compat import NVFP4_W4A16_LINEAR, method_of
 from .layouts import ATTENTION_MODULES, has_padding
-from .nvfp4 import nvfp4_kind
 
 # By name: an engine without such layers imports none of these, and later vLLMs lack some.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _CT_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 _NVFP4_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptNvFp4FusedMoE"
-_NVFP4_W4A16_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptNvFp4W4A16LinearMethod"
 _WNA16_EXPERTS = f"{_CT_MOE}_wna16.CompressedTensorsWNA16MoEMethod"
 _WNA16_MARLIN_EXPERTS = f"{_CT_MOE}_wna16_marlin.CompressedTensorsWNA16MarlinMoEMethod"
 _GPTQ_EXPERTS = f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinMoEMethod"
@@ -149,11 +148,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _unused(method: Any) -> tuple[str, ...]:
-    kind = nvfp4_kind(method)
+    kind = method_of(method)
     # One method has experts of W4A4 and W4A16; all its backends but Marlin quantize inputs.
     if kind == _NVFP4_EXPERTS:
         return _INPUT_SCALES if method.nvfp4_backend.name == "MARLIN" else ()
-    if kind == _NVFP4_W4A16_LINEAR:
+    if kind == NVFP4_W4A16_LINEAR:
         return ("input_scale",)
     # Registered whether or not the checkpoint has an activation order; without one, kernels get empty tensors or none.
     if kind == _WNA16_EXPERTS:

@@ -28,16 +28,13 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Mxfp8
-from .compat import MXFP8_SPEC, has, kind_of
+from .compat import MXFP8_LINEAR, kind_of, method_of
 from .layouts import known_kernel
 from .packed_making import PutInOrder, Shapes
 
 # By name: an engine without such layers imports none of these.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
-_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptMxFp8LinearMethod"
-# From 0.32 on of all formats.
-_ANY_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptLinearMethod"
 _SCHEME = f"{_COMPRESSED}.schemes.compressed_tensors_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8"
 _EXPERTS = (
     f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8."
@@ -79,7 +76,7 @@ def mxfp8_modules(model: nn.Module) -> dict[str, Mxfp8Weights]:
     for name, module in model.named_modules():
         kind = _kind_of(module)
         if kind:
-            found[name] = Mxfp8Weights(_SCALES if kind in (_LINEAR, _SCHEME) else _SCALES_OF_EXPERTS)
+            found[name] = Mxfp8Weights(_SCALES if kind in (MXFP8_LINEAR, _SCHEME) else _SCALES_OF_EXPERTS)
     return found
 
 
@@ -98,7 +95,7 @@ class Mxfp8Layers(PutInOrder):
             return known_kernel(
                 _EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=live.quant_method.moe
             )
-        kernel = (live.quant_method if kind == _LINEAR else live.scheme).kernel
+        kernel = (live.quant_method if kind == MXFP8_LINEAR else live.scheme).kernel
         return known_kernel(_LINEAR_KERNELS.get(kind_of(kernel)), type(kernel).__name__, _MADE_OF, live)
 
     def asked(
@@ -122,15 +119,5 @@ class Mxfp8Layers(PutInOrder):
 
 def _kind_of(module: nn.Module) -> str:
     """The method, or the scheme, by which a module holds MXFP8; empty if it does not."""
-    kinds = _of_method(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
-    return next((k for k in kinds if k in (_LINEAR, _SCHEME, _EXPERTS, _MODELOPT_EXPERTS)), "")
-
-
-def _of_method(method: Any) -> str:
-    """As :func:`.compat.kind_of`; for a linear layer in MXFP8 the method that vLLM had for it before there was one for all formats."""
-    kind = kind_of(method)
-    if kind != _ANY_LINEAR or not has(MXFP8_SPEC):
-        return kind
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static
-
-    return _LINEAR if method.spec.weight == kMxfp8Static else kind
+    kinds = method_of(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
+    return next((k for k in kinds if k in (MXFP8_LINEAR, _SCHEME, _EXPERTS, _MODELOPT_EXPERTS)), "")

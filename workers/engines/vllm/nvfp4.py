@@ -25,16 +25,12 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.nvfp4 import BLOCK
-from .compat import NVFP4_SPECS, has, kind_of
+from .compat import NVFP4_LINEAR, NVFP4_W4A16_LINEAR, kind_of, method_of
 from .layouts import known_kernel
 from .packed_making import Derived, Formula, Order, PackedForm, Padded, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
-_W4A4_LINEAR = f"{_MODELOPT}.ModelOptNvFp4LinearMethod"
-_W4A16_LINEAR = f"{_MODELOPT}.ModelOptNvFp4W4A16LinearMethod"
-# From 0.32 on of all formats.
-_ANY_LINEAR = f"{_MODELOPT}.ModelOptLinearMethod"
 _EXPERTS = f"{_MODELOPT}.ModelOptNvFp4FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.nvfp4"
 _EMULATION, _MARLIN = "emulation", "marlin"
@@ -53,8 +49,8 @@ class Nvfp4:
     """A :class:`.packed_layers.PackedFormat`."""
 
     def kind(self, live: nn.Module) -> str:
-        kind = nvfp4_kind(getattr(live, "quant_method", None))
-        return kind if kind in (_W4A4_LINEAR, _W4A16_LINEAR, _EXPERTS) else ""
+        kind = method_of(getattr(live, "quant_method", None))
+        return kind if kind in (NVFP4_LINEAR, NVFP4_W4A16_LINEAR, _EXPERTS) else ""
 
     def kernel(self, live: Any) -> str:
         method = live.quant_method
@@ -131,20 +127,6 @@ class Nvfp4:
         }
 
 
-def nvfp4_kind(method: Any) -> str:
-    """As :func:`.compat.kind_of`; for a linear layer in NVFP4 the method that vLLM had for it before there was one for all formats."""
-    kind = kind_of(method)
-    if kind != _ANY_LINEAR or not has(NVFP4_SPECS):
-        return kind
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
-
-    known = {
-        (kNvfp4Static, kNvfp4Dynamic): _W4A4_LINEAR,
-        (kNvfp4Static, None): _W4A16_LINEAR,
-    }
-    return known.get((method.spec.weight, method.spec.activation), kind)
-
-
 def _of_linear(loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:
     weights = "weight_scale_2", (tuple(range(prod(loaded["weight_scale_2"][0]))),)
     inputs = "input_scale", (tuple(range(prod(loaded["input_scale"][0]))),)
@@ -152,7 +134,7 @@ def _of_linear(loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:
         yield Derived("weight_global_scale", Formula.MARLIN, weights, scales="weight_scale")
     else:
         yield Derived("weight_global_scale", Formula.WEIGHT, weights)
-    if kind == _W4A4_LINEAR:
+    if kind == NVFP4_LINEAR:
         yield Derived("input_global_scale", Formula.INPUT, inputs=inputs)
         yield Derived("input_global_scale_inv", Formula.INVERSE_INPUT, inputs=inputs)
         yield Derived("alpha", Formula.PRODUCT, weights, inputs)
