@@ -199,4 +199,5 @@ def _tell(
         for move in dict.fromkeys(each["move"] for each in stages)
     }
     carried = sorted({record["transport"] for record in refits})
-    tell(json.dumps({"run": overrides, "transport": carried, "stages": told}))
+    paths = {path: sorted({record[f"bytes_{path}"] for record in refits}) for path in ("bulk", "misc")}
+    tell(json.dumps({"run": overrides, "transport": carried, "bytes": paths, "stages": told}))

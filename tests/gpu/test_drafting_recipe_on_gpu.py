@@ -48,7 +48,7 @@ def test_sampled_drafts_leave_log_probabilities_the_policys_and_mtp_layers_follo
         "generation.max_new_tokens=32",
         "generation.temperature=0.7",
     )
-    code, output = run(tmp_path, overrides)
+    code, output = run(tmp_path, overrides, 1)
     assert code == 0, output
     rows = read_json_lines(tmp_path / "run" / "metrics.jsonl")
     for row in rows:
