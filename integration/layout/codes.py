@@ -52,14 +52,19 @@ class Codes(Protocol):
 
 @dataclass(frozen=True)
 class Nibbles:
-    """Two codes of four bits in a byte along the last dimension, the even one in the low half."""
+    """Codes of four bits along the last dimension, two in a byte, the even one in the low half.
+
+    Attributes:
+        dtype: of the tensor, whose items may have several bytes.
+    """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.uint8
     bits: int = 4
     base: int = 15
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
-        return digits[..., 0::2] | (digits[..., 1::2] << 4)
+        return (digits[..., 0::2] | (digits[..., 1::2] << 4)).view(self.dtype)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
         return torch.stack((made & 0xF, made >> 4), dim=-1).reshape(-1)
