@@ -67,6 +67,14 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
             "load_format": "dummy",
             "moe_backend": "marlin",
         }
+    if generation.weight_dtype == "int4":
+        # As FP8's. Experts by Marlin alone have an order that refits make.
+        arguments |= {
+            "hf_overrides": {"quantization_config": int4(generation.weight_group)},
+            "load_format": "dummy",
+        }
+        if experts_of(hf_config or {}):
+            arguments["moe_backend"] = "marlin"
     if config.policy.qat != "off":
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")

@@ -20,6 +20,7 @@ FP8 = {"generation.weight_dtype": "fp8"}
 MXFP8 = {"generation.weight_dtype": "mxfp8"}
 QUANTIZES = {"policy.refit.trainer_quantize_fp8": True}
 MXFP4 = VLLM | {"policy.refit.trainer_quantize_mxfp4": True, "generation.weight_dtype": "mxfp4"}
+INT4 = VLLM | {"policy.refit.trainer_quantize_int4": True, "generation.weight_dtype": "int4"}
 DAPO = {"algorithm.name": "dapo"}
 SHARED = {ENABLED: True, "trainer.distributed_optimizer": True}
 OFFLOAD = "trainer.optimizer.cpu_offload_fraction"
@@ -68,6 +69,9 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
             VLLM | MXFP8 | QUANTIZES | {"policy.refit.trainer_quantize_mxfp4": True},
             "give generation.weight_dtype=mxfp4",
         ),
+        ({"policy.refit.trainer_quantize_int4": True}, "give generation.weight_dtype=int4"),
+        (VLLM | {"generation.weight_group": 16}, "give 32, 64 or 128"),
+        (INT4 | {"generation.vllm.kv_cache_dtype": "fp8"}, "has not run"),
         (MXFP4 | QUANTIZES, "give generation.weight_dtype=fp8"),
         (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
@@ -199,6 +203,21 @@ def test_all_that_keeps_experts_from_travelling_in_mxfp4_is_told_at_once(config_
         RefitConfig(trainer_quantize_fp8=True, trainer_quantize_mxfp4=True)
     with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_mxfp4"):
         RefitConfig(trainer_quantize_mxfp4=True, delta="always", delta_base="optimizer")
+
+
+def test_all_that_keeps_weights_from_travelling_in_int4_is_told_at_once(config_of) -> None:
+    values = {
+        "policy.refit.trainer_quantize_int4": False,
+        "generation.backend": "transformers",
+        "model.dtype": "float32",
+    }
+    found = [v.keys for v in config_violations(config_of(INT4 | values))]
+    assert found == [("generation.weight_dtype", key) for key in values]
+    assert config_violations(config_of(INT4 | {"generation.weight_group": 128})) == []
+    with pytest.raises(ValueError, match=r"policy\.refit\.trainer_quantize_int4: "):
+        RefitConfig(trainer_quantize_fp8=True, trainer_quantize_int4=True)
+    with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_int4"):
+        RefitConfig(trainer_quantize_int4=True, delta="always", delta_base="optimizer")
 
 
 def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:
