@@ -86,6 +86,7 @@ def test_layers_of_a_kernel_that_was_not_read_take_the_misc_path_packed(
 
 @pytest.mark.parametrize("case", [*CASES, OTHER])
 def test_refits_are_dense_where_vllm_puts_what_is_written_in_order(ranks: list[Fp8Result], case: str) -> None:
+    # All of these have linear layers that it puts in order.
     assert [rank.sparse for rank in ranks] == [[False, *[case == OTHER] * 3]] * 2
 
 
