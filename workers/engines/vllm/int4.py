@@ -42,6 +42,8 @@ _LINEAR_KERNELS = {
     f"{_KERNELS}.marlin.MarlinLinearKernel": _MARLIN,
     f"{_KERNELS}.cpu.CPUWNA16LinearKernel": _CPU,
 }
+# vLLM's own choice on Hopper for groups of 64 and 128.
+_MACHETE = f"{_KERNELS}.machete.MacheteLinearKernel"
 _EXPERT_BACKENDS = {"MARLIN": _MARLIN, "TRITON": _TRITON}
 _SCALES = {"weight_packed": "weight_scale"}
 _SCALES_OF_EXPERTS = {"w13_weight_packed": "w13_weight_scale", "w2_weight_packed": "w2_weight_scale"}
@@ -84,6 +86,11 @@ class Int4Layers(PutInOrder):
                 _EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=live.quant_method.moe
             )
         kernel = live.scheme.kernel
+        if kind_of(kernel) == _MACHETE:
+            raise NotRearranged(
+                "what Machete makes of INT4 codes and scales is not known (start vLLM with "
+                "VLLM_DISABLED_KERNELS=MacheteLinearKernel, by which it takes Marlin, or from groups of 32)"
+            )
         known = known_kernel(_LINEAR_KERNELS.get(kind_of(kernel)), type(kernel).__name__, _MADE_OF, live)
         if kernel.config.act_type.itemsize == 1:
             raise NotRearranged("it computes with inputs of 8 bits, for which vLLM changes codes and scales")
