@@ -241,7 +241,7 @@ def tiled(by: Rearrangement, bits: int) -> tuple[tuple[int, ...], Tiling]:
     """A rearrangement of matrices as tiles.
 
     Args:
-        by: of a matrix, or a stack of matrices along the first dimension.
+        by: of a matrix, a row alone, or a stack of matrices along the first dimension.
         bits: of an element.
 
     Returns:
@@ -250,7 +250,7 @@ def tiled(by: Rearrangement, bits: int) -> tuple[tuple[int, ...], Tiling]:
     Raises:
         NotRearranged: nothing repeats from tile to tile, or the tiles have no whole words of 32 bits.
     """
-    *stack, rows, columns = by.steps
+    *stack, rows, columns = ((0,), *by.steps) if len(by.steps) == 1 else by.steps
     if len(stack) > 1:
         raise NotRearranged(f"it has {len(by.shape)} dimensions")
     firsts = tuple(by.first + step for step in (stack[0] if stack else (0,)))

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "CPU": (CPU, 32, {}),
     "CPU, stages": (CPU, 128, {"ranks": 1}),
     "Marlin": (MARLIN, 128, {}),
+    "Marlin with biases": (MARLIN, 32, {"biases": True}),
     "Marlin, stages": (MARLIN, 32, {"ranks": 1}),
     "Marlin with experts": (MARLIN, 32, {"experts": True}),
     "Marlin with experts, stages": (MARLIN, 128, {"experts": True, "ranks": 1}),

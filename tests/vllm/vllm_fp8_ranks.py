@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
 from vllm_int4 import choose_int4_kernel
@@ -181,11 +181,14 @@ def write_int4_case(
     quantization: dict[str, Any],
     *,
     experts: bool = False,
+    biases: bool = False,
     ranks: int = 2,
 ) -> Fp8Case:
     """Two models in BF16 and in INT4, for two ranks of TP, or two stages of one rank each."""
     shape = _SHAPE | {"num_hidden_layers": 3 - ranks}
     config: Any = Qwen3MoeConfig(**shape, **_EXPERTS) if experts else Qwen3Config(**shape)
+    if biases:
+        config = Qwen2Config(**{key: value for key, value in shape.items() if key != "head_dim"})
     layout = Layout(tensor=2) if ranks == 2 else Layout(pipeline=2)
     quantize = partial(quantize_to_int4, config=quantization)
     setting = "trainer_quantize_int4"

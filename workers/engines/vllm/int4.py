@@ -99,13 +99,12 @@ class Int4Layers(PutInOrder):
     def asked(
         self, live: Any, loaded: Shapes, kernel: str, device: torch.device
     ) -> tuple[Mapping[str, Codes], frozenset[str]]:
-        if kernel == _MARLIN and any(name.endswith("bias") for name in loaded):
-            raise NotRearranged("it has a bias, which Marlin puts in another order, too")
         asked: dict[str, Codes] = {}
         for name, (shape, kind) in loaded.items():
             if name.endswith("weight_packed"):
                 asked[name] = Nibbles((*shape[:-1], shape[-1] * int4.PER_ITEM), dtype=kind)
-            elif name.endswith("weight_scale"):
+            # Marlin's bias has another order, too.
+            elif name.endswith("weight_scale") or (kernel == _MARLIN and name == "bias"):
                 asked[name] = Bytes((*shape[:-1], shape[-1] * kind.itemsize), kind)
         return asked, frozenset()
 

@@ -305,7 +305,7 @@ class Making:
                 slot = self._slots.get((module, name))
                 if slot is not None:
                     scales.append((memory, slot))
-                *_, rows, count = form.laid(name)
+                *_, rows, count = (1, *form.laid(name))
                 width = count * form.loaded[name][1].itemsize
                 jobs += [
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)
