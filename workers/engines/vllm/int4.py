@@ -164,8 +164,8 @@ def require_packed(trace: LoaderTrace, manifest: Manifest, taken: Mapping[str, s
         name, codes, dtype = wrong[0]
         raise PlanError(
             f"the trainer sends {dtype_name(dtype)} and the engine holds INT4 in {codes} ({len(wrong)} such weights). Nothing was "
-            "written. Set policy.refit.trainer_quantize_int4=true, by which the trainer makes the codes, or start the engine without "
-            "quantization",
+            "written. Set policy.refit.trainer_quantize_int4=true, by which the trainer makes the codes of matrices in the engine's own "
+            "dtype, or start the engine without quantization",
             stage="trace",
             parameter=name,
         )
