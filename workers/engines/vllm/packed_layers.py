@@ -1,7 +1,7 @@
 """Layers that vLLM holds as codes and scales: what it makes of them after loading, and made anew by refits where it is.
 
-Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`, :mod:`.int4`) which layers are known and what becomes of their
-tensors. What is common to them:
+Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`, :mod:`.int4`) which layers are known and what
+becomes of their tensors. What is common to them:
 
 - codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Layers that have
   landed are put in their kernel's order many at a time, in the live memory: CUDA graphs stay valid, and no Python runs for each
