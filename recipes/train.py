@@ -196,7 +196,8 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
         return config
     # Codes are made of 16 bits, on CPUs too.
     refit = config.policy.refit
-    quantizes = refit.trainer_quantize_fp8 or refit.trainer_quantize_mxfp4 or config.policy.qat != "off"
+    made = refit.codes_on_their_way or refit.trainer_quantize_mxfp4
+    quantizes = bool(made) or config.policy.qat != "off"
     in_bf16 = gpus or quantizes or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 

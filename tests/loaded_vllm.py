@@ -24,6 +24,7 @@ for _module in (
     "v1.worker.cpu_worker",
 ):
     import_module(f"vllm.{_module}")
+vllm_cpu.multiply_by_int4()
 # As in tests.loaded_megatron, but for what changes vLLM as it is loaded (the worker extension).
 for _module in (
     "recipes.bench.run",

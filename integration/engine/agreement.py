@@ -20,7 +20,7 @@ from ..config import RefitConfig
 from ..control.channel import Channel
 from ..errors import RefitMismatch
 from ..layout import Axes, Box, Fragment, Misfit, volume
-from ..quantize.formats import Format, from_json, to_json
+from ..quantize.formats import Format, from_json, to_json, wire_names
 from ..weights.endpoints import StoresQuantized, WeightDestination, WeightSource
 from ..weights.holdings import Positions, decode_positions, encode_positions
 from ..weights.manifest import TensorSpec, dtype_name, first_difference
@@ -28,10 +28,12 @@ from ..weights.quantizing import QuantizingSource, wire_specs
 from ..weights.routing import SAY_REFIT_DTYPE
 
 _MODULUS = 1 << 256
-_START_IN_BLOCKS = (
-    "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
-    "policy.refit.trainer_quantize_fp8 to false"
-)
+# By the key that asks for a format.
+_START_IN = {
+    "trainer_quantize_fp8": "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights",
+    "trainer_quantize_int4": "Start the engine from a checkpoint or with a configuration of compressed-tensors' INT4 weights (W4A16, "
+    "symmetric, in groups)",
+}
 # Name, full shape, box, the dtype of what travels, which is not always that of the storage, and the axes.
 _Row = tuple[str, tuple[int, ...], Box, torch.dtype, Axes | None]
 
@@ -136,17 +138,18 @@ def agree_on_formats[E: WeightSource | WeightDestination](
         The endpoint, on a trainer rank one that quantizes; what travels; the formats of the weights that do so as codes.
 
     Raises:
-        RefitMismatch: on every rank. No engine rank stores anything quantized; two store one weight differently; a
-            weight can't be held in the format that its engine has.
+        RefitMismatch: on every rank. No engine rank stores anything in a format that was asked for, or one does in another; two
+            store one weight differently; a weight can't be held in the format that its engine has.
     """
-    if not config.trainer_quantize_fp8:
+    asked = config.codes_on_their_way
+    if not asked:
         return endpoint, list(specs), {}
     world = channel.world
     wanted: dict[str, Format] = {}
     engine: object = endpoint
     if not world.is_source and isinstance(engine, StoresQuantized):
         wanted = engine.quantized(specs)
-    formats = _merge(channel, specs, channel.vote("formats", _pack(wanted, specs)))
+    formats = _merge(channel, specs, asked, channel.vote("formats", _pack(wanted, specs)))
     wire = _wire(channel, specs, formats)
     if world.is_source:
         return cast(E, QuantizingSource(cast(WeightSource, endpoint), formats)), wire, formats
@@ -166,7 +169,7 @@ def _pack(wanted: dict[str, Format], specs: Sequence[TensorSpec]) -> list[list[A
 
 
 def _merge(
-    channel: Channel, specs: Sequence[TensorSpec], answers: Sequence[list[list[Any]]]
+    channel: Channel, specs: Sequence[TensorSpec], asked: Sequence[str], answers: Sequence[list[list[Any]]]
 ) -> dict[str, Format]:
     """Each weight's format, in the order of ``specs``."""
     known: list[Format] = []
@@ -197,13 +200,25 @@ def _merge(
                 )
             first[indices[chosen[indices] < 0]] = rank
             chosen[indices] = number
-    if not known:
-        raise RefitMismatch(
-            f"policy.refit.trainer_quantize_fp8 is true, but no engine rank stores a weight in a format that the trainer "
-            f"makes; nothing was written. {_remedy(specs)}",
-            stage="handshake",
-            rank=channel.world.rank,
-        )
+    stored = {format.setting: format for format in known}
+    for setting in asked:
+        if setting not in stored:
+            raise RefitMismatch(
+                f"policy.refit.{setting} is true, but no engine rank stores a weight in a format that the trainer "
+                f"makes by it; nothing was written. {_remedy(specs, setting)}",
+                stage="handshake",
+                rank=channel.world.rank,
+            )
+    for setting, format in stored.items():
+        if setting not in asked:
+            index = int(np.flatnonzero(chosen == known.index(format))[0])
+            raise RefitMismatch(
+                f"{channel.world.describe(int(first[index]))} stores it as {format}, which the trainer makes by "
+                f"policy.refit.{setting} alone; nothing was written. Set it to true, or start the engine without quantization",
+                stage="handshake",
+                rank=channel.world.rank,
+                parameter=specs[index].name,
+            )
     return {specs[index].name: known[chosen[index]] for index in np.flatnonzero(chosen >= 0).tolist()}
 
 
@@ -227,24 +242,26 @@ def require_stored_so(channel: Channel, fragments: Sequence[Fragment], formats: 
     Raises:
         RefitMismatch: it stores a weight otherwise, and would take codes for numbers.
     """
+    by_codes = {wire_names(name, format)[0]: format for name, format in formats.items()}
     for fragment in fragments:
-        if fragment.name in formats and fragment.dtype != torch.float8_e4m3fn:
+        format = by_codes.get(fragment.name)
+        if format is not None and fragment.dtype != format.code_dtype:
             raise RefitMismatch(
-                f"another engine stores it as {formats[fragment.name]} and {channel.world.describe(channel.world.rank)} as "
+                f"another engine stores it as {format} and {channel.world.describe(channel.world.rank)} as "
                 f"{dtype_name(fragment.dtype)}, but all get the same; nothing was written. Start all engines alike, or set "
-                "policy.refit.trainer_quantize_fp8 to false",
+                f"policy.refit.{format.setting} to false",
                 stage="handshake",
                 rank=channel.world.rank,
                 parameter=fragment.name,
             )
 
 
-def _remedy(specs: Sequence[TensorSpec]) -> str:
-    """By what stands in the way: an engine of FP8 names no weight that comes in a dtype which nobody quantizes."""
+def _remedy(specs: Sequence[TensorSpec], setting: str) -> str:
+    """By what stands in the way: an engine of FP8 or INT4 names no weight that comes in a dtype which nobody quantizes."""
     matrices = [spec for spec in specs if len(spec.shape) == 2]
     if matrices and all(spec.dtype == torch.float32 for spec in matrices):
         return f"The trainer exports it in float32, of which no blocks are made. {SAY_REFIT_DTYPE}"
-    return _START_IN_BLOCKS
+    return f"{_START_IN[setting]}, or set policy.refit.{setting} to false"
 
 
 def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Format]) -> list[TensorSpec]:
@@ -254,7 +271,7 @@ def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Form
             travelling += wire_specs(spec, formats[spec.name]) if spec.name in formats else [spec]
         except ValueError as error:
             raise RefitMismatch(
-                f"the engine stores it quantized, which the trainer can't make of it: {error}. {_remedy([spec])}",
+                f"the engine stores it quantized, which the trainer can't make of it: {error}. {_remedy([spec], formats[spec.name].setting)}",
                 stage="handshake",
                 rank=channel.world.rank,
                 parameter=spec.name,

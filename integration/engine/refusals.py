@@ -12,7 +12,7 @@ import torch
 from ..errors import PlanError
 from ..layout import Fragment
 from ..packing import repeats
-from ..quantize.formats import Format
+from ..quantize.formats import Format, wire_names
 
 
 def unlike_their_bytes(fragments: Sequence[Fragment], most_itemsize: float) -> dict[str, str]:
@@ -74,13 +74,14 @@ def refused_on_engine(
         Hugging Face name → reason; those of ``refused`` among them.
     """
     found = dict(refused)
-    made = {*formats, *(name + format.scale_name_end for name, format in formats.items()), *packed}
+    wire = [wire_names(name, format) for name, format in formats.items()]
+    made = {*(name for names in wire for name in names), *packed}
     for name, reason in (_in_another_order(fragments, made) | _sharing(fragments)).items():
         found.setdefault(name, reason)
     # Scales of blocks that trainer ranks cut are made for codes that go shard to shard, and for no others.
-    for name, format in formats.items():
-        if name in found:
-            found.setdefault(name + format.scale_name_end, f"the codes of these scales: {found[name]}")
+    for codes, scales in wire:
+        if codes in found:
+            found.setdefault(scales, f"the codes of these scales: {found[codes]}")
     return found
 
 

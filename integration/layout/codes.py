@@ -52,14 +52,19 @@ class Codes(Protocol):
 
 @dataclass(frozen=True)
 class Nibbles:
-    """Two codes of four bits in a byte along the last dimension, the even one in the low half."""
+    """Codes of four bits along the last dimension, two in a byte, the even one in the low half.
+
+    Attributes:
+        dtype: of the tensor, whose items may have several bytes.
+    """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.uint8
     bits: int = 4
     base: int = 15
 
     def write(self, digits: torch.Tensor) -> torch.Tensor:
-        return digits[..., 0::2] | (digits[..., 1::2] << 4)
+        return (digits[..., 0::2] | (digits[..., 1::2] << 4)).view(self.dtype)
 
     def read(self, made: torch.Tensor) -> torch.Tensor:
         return torch.stack((made & 0xF, made >> 4), dim=-1).reshape(-1)
@@ -236,7 +241,7 @@ def tiled(by: Rearrangement, bits: int) -> tuple[tuple[int, ...], Tiling]:
     """A rearrangement of matrices as tiles.
 
     Args:
-        by: of a matrix, or a stack of matrices along the first dimension.
+        by: of a matrix, a row alone, or a stack of matrices along the first dimension.
         bits: of an element.
 
     Returns:
@@ -245,7 +250,7 @@ def tiled(by: Rearrangement, bits: int) -> tuple[tuple[int, ...], Tiling]:
     Raises:
         NotRearranged: nothing repeats from tile to tile, or the tiles have no whole words of 32 bits.
     """
-    *stack, rows, columns = by.steps
+    *stack, rows, columns = ((0,), *by.steps) if len(by.steps) == 1 else by.steps
     if len(stack) > 1:
         raise NotRearranged(f"it has {len(by.shape)} dimensions")
     firsts = tuple(by.first + step for step in (stack[0] if stack else (0,)))

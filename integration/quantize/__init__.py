@@ -1,6 +1,6 @@
 """Formats of quantized weights, a module per format, and the kernels that make them."""
 
-from . import blocks, e8m0, fp8_blockwise, mxfp4, mxfp8, nvfp4
+from . import blocks, e8m0, fp8_blockwise, int4, mxfp4, mxfp8, nvfp4
 from .float8 import FLOAT8, as_bytes, from_bytes, is_float8
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "e8m0",
     "fp8_blockwise",
     "from_bytes",
+    "int4",
     "is_float8",
     "mxfp4",
     "mxfp8",

@@ -1,7 +1,7 @@
 """Formats in which an engine holds quantized weights and a trainer can make them.
 
-A format turns a weight ``[n, k]`` into *codes*, under the weight's own name, and *scales*, under the name that
-checkpoints of the format give them. Both are tensors of the Hugging Face name space like any others: planned, sent,
+A format turns a weight ``[n, k]`` into *codes* and *scales*, under the names that checkpoints of the format give them: codes
+mostly have the weight's own. Both are tensors of the Hugging Face name space like any others: planned, sent,
 verified and loaded as such.
 """
 
@@ -16,12 +16,15 @@ import torch
 from ..control.decoding import decode
 from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
-from . import blocks, fp8_blockwise, mxfp8, nvfp4
+from . import blocks, fp8_blockwise, int4, mxfp8, nvfp4
 from .fp8_table import Fp8Table, has_kernel
+from .int4_table import Int4Table
 from .jobs import GlobalScale, QuantizeJob, TorchEncoder, make_jobs
 from .mxfp8_table import Mxfp8Table
 from .nvfp4_table import Nvfp4Table
 from .partial_blocks import PartialBlocks
+
+_OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
 class Format(Protocol):
@@ -29,17 +32,27 @@ class Format(Protocol):
 
     Attributes:
         kind: its name.
+        setting: the key of ``policy.refit`` by which a trainer makes it.
+        code_name_end: what the codes' name has behind the weight's name.
         code_dtype: of the codes.
         packed: elements of a row in one item of the codes.
-        scale_dtype: of the scales.
         has_global_scale: whether a whole weight has a scale over those of its blocks.
     """
 
     kind: ClassVar[str]
+    setting: ClassVar[str]
+    code_name_end: ClassVar[str]
     code_dtype: ClassVar[torch.dtype]
     packed: ClassVar[int]
-    scale_dtype: ClassVar[torch.dtype]
     has_global_scale: ClassVar[bool]
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the scales."""
+
+    @property
+    def made_of(self) -> tuple[torch.dtype, ...]:
+        """Which dtypes weights may have."""
 
     @property
     def block(self) -> tuple[int, int]:
@@ -75,9 +88,12 @@ class Fp8Blockwise:
     """
 
     kind: ClassVar[str] = "fp8_blockwise"
+    setting: ClassVar[str] = "trainer_quantize_fp8"
+    code_name_end: ClassVar[str] = ""
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     packed: ClassVar[int] = 1
     scale_dtype: ClassVar[torch.dtype] = torch.float32
+    made_of: ClassVar[tuple[torch.dtype, ...]] = _OF_16_BITS
     has_global_scale: ClassVar[bool] = False
 
     block: tuple[int, int] = fp8_blockwise.BLOCK
@@ -112,9 +128,12 @@ class Mxfp8:
     """
 
     kind: ClassVar[str] = "mxfp8"
+    setting: ClassVar[str] = "trainer_quantize_fp8"
+    code_name_end: ClassVar[str] = ""
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     packed: ClassVar[int] = 1
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
+    made_of: ClassVar[tuple[torch.dtype, ...]] = _OF_16_BITS
     has_global_scale: ClassVar[bool] = False
 
     rounding: str = mxfp8.Rounding.UP.value
@@ -146,9 +165,13 @@ class Nvfp4:
     """
 
     kind: ClassVar[str] = "nvfp4"
+    # None: training makes it (docs/nvfp4.md).
+    setting: ClassVar[str] = ""
+    code_name_end: ClassVar[str] = ""
     code_dtype: ClassVar[torch.dtype] = torch.uint8
     packed: ClassVar[int] = nvfp4.PER_BYTE
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    made_of: ClassVar[tuple[torch.dtype, ...]] = _OF_16_BITS
     has_global_scale: ClassVar[bool] = True
 
     scale_name_end: str = "_scale"
@@ -171,9 +194,65 @@ class Nvfp4:
         return Nvfp4Table.build(jobs, device, round_to_bf16)
 
 
-FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4]] = {
-    f.kind: f for f in (Fp8Blockwise, Mxfp8, Nvfp4)
+@dataclass(frozen=True)
+class Int4:
+    """INT4 eight to an item, with one scale for a group of a row: :mod:`.int4`.
+
+    Attributes:
+        group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
+        dtype: torch's name of the dtype of the weights and of their scales.
+        scale_name_end: as compressed-tensors' checkpoints have it.
+    """
+
+    kind: ClassVar[str] = "int4"
+    setting: ClassVar[str] = "trainer_quantize_int4"
+    code_name_end: ClassVar[str] = "_packed"
+    code_dtype: ClassVar[torch.dtype] = torch.int32
+    packed: ClassVar[int] = int4.PER_ITEM
+    has_global_scale: ClassVar[bool] = False
+
+    group: int
+    dtype: str = "bfloat16"
+    scale_name_end: str = "_scale"
+
+    def __post_init__(self) -> None:
+        int4.check_group(self.group)
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"scales of INT4 are bfloat16 or float16, not {self.dtype}")
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float16
+
+    @property
+    def made_of(self) -> tuple[torch.dtype, ...]:
+        return (self.scale_dtype,)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (1, self.group)
+
+    def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
+        return None
+
+    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return int4.quantize(weight, self.group)
+
+    def has_kernel(self, rounded: torch.dtype | None) -> bool:
+        return rounded in (None, torch.bfloat16)
+
+    def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
+        return Int4Table.build(jobs, device, self.group, round_to_bf16)
+
+
+FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4] | type[Int4]] = {
+    f.kind: f for f in (Fp8Blockwise, Mxfp8, Nvfp4, Int4)
 }
+
+
+def wire_names(name: str, format: Format) -> tuple[str, str]:
+    """Of the codes and the scales of the weight ``name``."""
+    return name + format.code_name_end, name + format.scale_name_end
 
 
 @dataclass(frozen=True)
@@ -272,6 +351,11 @@ def from_json(data: object) -> Format:
             f"{data!r} is no weight format of {', '.join(FORMATS)}; do both sides run the same rlrefit?"
         )
     return decode(FORMATS[data["kind"]], {key: value for key, value in data.items() if key != "kind"})
+
+
+def code_shape(shape: Sequence[int], format: Format) -> tuple[int, ...]:
+    """Shape of the codes of a weight of ``shape``."""
+    return blocks.scale_shape(shape, (1, format.packed))
 
 
 def part_head(box: Box, format: Format) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 from ..layout import Box, Fragment, local_slice, subtract_all
 from ..packing import Cast
 from ..quantize import blocks, nvfp4
-from ..quantize.formats import Codes, Format, Scales, WholeBlocks, part_head
+from ..quantize.formats import Codes, Format, Scales, WholeBlocks, code_shape, part_head, wire_names
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
 from .endpoints import HoldsQuantized, WeightSource, gives_memory_back, prepares_alone
@@ -20,14 +20,11 @@ from .manifest import TensorSpec, dtype_name
 # In the reason of a weight that takes the misc path for it.
 CUTS_BLOCKS = "which cuts blocks of"
 
-_SOURCES = (torch.bfloat16, torch.float16)
-
 
 def _scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
     """The scales that travel beside a weight."""
-    return TensorSpec(
-        spec.name + format.scale_name_end, blocks.scale_shape(spec.shape, format.block), format.scale_dtype
-    )
+    _, name = wire_names(spec.name, format)
+    return TensorSpec(name, blocks.scale_shape(spec.shape, format.block), format.scale_dtype)
 
 
 def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec]:
@@ -40,12 +37,13 @@ def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec
         raise ValueError(
             f"{spec.name} would have to come in {format.kind}, whose global scales none but training for it makes (docs/nvfp4.md)"
         )
-    if len(spec.shape) != 2 or spec.dtype not in _SOURCES:
+    if len(spec.shape) != 2 or spec.dtype not in format.made_of:
         raise ValueError(
             f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
-            f"{' or '.join(map(dtype_name, _SOURCES))}"
+            f"{' or '.join(map(dtype_name, format.made_of))}"
         )
-    return TensorSpec(spec.name, spec.shape, format.code_dtype), _scales_spec(spec, format)
+    codes, _ = wire_names(spec.name, format)
+    return TensorSpec(codes, code_shape(spec.shape, format), format.code_dtype), _scales_spec(spec, format)
 
 
 def unfit(fragment: Fragment) -> str:
@@ -73,13 +71,15 @@ def encoded_fragments(
     """
     cast = fragment.encoding
     rounded = cast.dtype if isinstance(cast, Cast) else None
-    scale_name = fragment.name + format.scale_name_end
+    code_name, scale_name = wire_names(fragment.name, format)
     scale_box = blocks.scale_box(fragment.box, format.block)
     scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
     if not blocks.straddled(fragment.box, fragment.full_shape, format.block):
         method = WholeBlocks(format, rounded)
+        encoding = Codes(method)
+        shape, box = code_shape(fragment.full_shape, format), blocks.scale_box(fragment.box, encoding.unit)
         return [
-            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(method)),
+            Fragment(code_name, shape, box, fragment.view, encoding),
             Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(method)),
         ]
     partial = format.partial_blocks(rounded)
@@ -93,7 +93,7 @@ def encoded_fragments(
     scales = torch.full(size, float("nan"), dtype=format.scale_dtype, device=device)
     codes = PartialCodes(partial, part_head(fragment.box, format), scales)
     return [
-        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, codes),
+        Fragment(code_name, fragment.full_shape, fragment.box, fragment.view, codes),
         *(
             Fragment(scale_name, scale_shape, box, scales[local_slice(scale_box, box)])
             for box in subtract_all(scale_box, taken)
@@ -210,7 +210,9 @@ class QuantizingSource:
             sent[fragment.name] += [part.box for part in scales]
         for name, format in self._formats.items():
             if name in refused:
-                refused[name + format.scale_name_end] = refused[name]
+                refused.update(dict.fromkeys(wire_names(name, format), refused[name]))
+                if name not in wire_names(name, format):
+                    del refused[name]
         return found, refused
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,8 +223,7 @@ class QuantizingSource:
             if format is None:
                 yield name, weight
                 continue
-            codes, scales = format.encode(weight)
-            for travelling, tensor in ((name, codes), (name + format.scale_name_end, scales)):
+            for travelling, tensor in zip(wire_names(name, format), format.encode(weight), strict=True):
                 if travelling in wanted:
                     yield travelling, tensor
 
@@ -251,19 +252,17 @@ async def quant_weights_by_name(
         names: of unquantized weights; all if left out.
 
     Yields:
-        Name and tensor; ``float8_e4m3fn`` codes ``[n, k]`` under the weight's name, then its scales.
+        Name and tensor; of what is quantized the codes, ``float8_e4m3fn`` ``[n, k]`` under the weight's name or INT4's packed ones
+        under their own, then its scales.
 
     Raises:
         ValueError: a weight can't be held in its format.
     """
     quantizing = QuantizingSource(source, formats)
     chosen = [spec.name for spec in source.specs()] if names is None else list(names)
-    specs = {spec.name: spec for spec in source.specs()}
     wanted: list[str] = []
     for name in chosen:
-        wanted.append(name)
-        if name in formats:
-            wanted.append(_scales_spec(specs[name], formats[name]).name)
+        wanted += wire_names(name, formats[name]) if name in formats else [name]
     for name, tensor in quantizing.export(wanted):
         yield name, tensor
         await asyncio.sleep(0)

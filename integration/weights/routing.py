@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..quantize.formats import Format
+from ..quantize.formats import Format, wire_names
 from .holdings import Holdings
 from .manifest import Manifest, ManifestEntry, Route, TensorSpec, dtype_name
 from .quantizing import CUTS_BLOCKS
@@ -67,17 +67,17 @@ def warn_of_misc(manifest: Manifest, formats: Mapping[str, Format]) -> None:
         formats: of the weights that travel as codes and scales.
     """
     misc = [entry for entry in manifest if entry.route == "misc"]
-    of_quantized = {name + end for name, format in formats.items() for end in ("", format.scale_name_end)}
+    of_quantized = {part for name, format in formats.items() for part in wire_names(name, format)}
     cut = [entry for entry in misc if entry.spec.name in of_quantized and CUTS_BLOCKS in entry.reason]
     wide = [
         entry for entry in misc if entry.spec.dtype == torch.float32 and entry.spec.name not in of_quantized
     ]
+    off = " and ".join(sorted({f"{format.setting}=false" for format in formats.values()}))
     _warn(
         manifest,
         cut,
         "a trainer rank's shard cuts their blocks of scales",
-        "Choose a layout whose shards are whole blocks, or compare with "
-        "trainer_quantize_fp8=false, which sends shards of BF16",
+        f"Choose a layout whose shards are whole blocks, or compare with {off}, which sends shards of BF16",
     )
     _warn(manifest, wide, "they are exported in float32, which the engine does not keep", SAY_REFIT_DTYPE)
 

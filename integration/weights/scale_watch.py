@@ -1,9 +1,9 @@
 """Scales that are no numbers, found before a refit commits.
 
 A block that holds NaN or infinity has a scale that is none (:mod:`..quantize.fp8_blockwise`, :mod:`..quantize.mxfp8`,
-:mod:`..quantize.mxfp4`), so the scales tell of all weights that were quantized. Engine ranks look at them as they have arrived, some
+:mod:`..quantize.mxfp4`, :mod:`..quantize.int4`), so the scales tell of all weights that were quantized. Engine ranks look at them as they have arrived, some
 at a time in the same memory: scales of FP8 blocks are less than a thousandth of the bytes, those of MXFP8 and MXFP4 a thirtieth and a
-seventeenth. The answer is read where the host has waited for the device anyway.
+seventeenth, those of INT4 up to a ninth. The answer is read where the host has waited for the device anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ..layout import Axes, Box, Fragment, box_of
 from ..packing import make_copy
 from ..quantize import blocks, e8m0, mxfp8
-from ..quantize.formats import Format
+from ..quantize.formats import Format, wire_names
 from .manifest import TensorSpec
 
 # Of scales that are looked at at a time, unless a single tensor has more.
@@ -56,7 +56,7 @@ class ScaleWatch:
         packed: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
     ):
         self._weights: dict[str, tuple[str, tuple[int, ...]]] = {
-            name + format.scale_name_end: (name, format.block) for name, format in formats.items()
+            wire_names(name, format)[1]: (name, format.block) for name, format in formats.items()
         }
         self._weights.update(packed or {})
         self._rank = rank
@@ -118,7 +118,7 @@ class _Look:
     """At scales of one dtype.
 
     Args:
-        dtype: FP32, or ``uint8`` of E8M0.
+        dtype: floating point, or ``uint8`` of E8M0.
         found: what is looked at, with where it lies; None of what :meth:`note` is given.
         device: of it.
     """

@@ -35,7 +35,7 @@ CHOICES = {
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
-    "generation.weight_dtype": ("auto", "fp8", "mxfp4", "mxfp8"),
+    "generation.weight_dtype": ("auto", "fp8", "int4", "mxfp4", "mxfp8"),
     "policy.qat": ("off", "w4a4", "w4a16"),
 }
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from ...workers.checkpoint_folder import INDEX, has_weights
 from ..tiny.checkpoints import KINDS, PREFIX
 from .drafting import speculation_gpu_violations
@@ -142,6 +144,17 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
             ("policy.qat", "ray.address"),
             "policy.qat: w4a16, but vLLM has no product with such weights for CPUs, and this machine has no GPU; give w4a4, or "
             "ray.address of a cluster with some",
+        )
+    if (
+        config.generation.weight_dtype == "int4"
+        and not gpus
+        and config.ray.address is None
+        and not torch.cpu.get_capabilities().get("avx512_f")
+    ):
+        yield Violation(
+            ("generation.weight_dtype", "ray.address"),
+            "generation.weight_dtype: int4, but this machine has neither a GPU nor AVX-512, without which vLLM's build for CPUs has no "
+            "product with such weights; give auto, or ray.address of a cluster with some",
         )
     if config.generation.weight_dtype in ("mxfp4", "mxfp8") and not gpus and config.ray.address is None:
         instead = "auto" if config.generation.weight_dtype == "mxfp4" else "fp8"

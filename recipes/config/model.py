@@ -224,11 +224,11 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 found.append(
                     Violation(("policy.qat", "model.path"), f"policy.qat: {config.policy.qat}, but {problem}")
                 )
-    if config.generation.weight_dtype == "mxfp8" and quantization_of(hf_config):
+    if config.generation.weight_dtype in ("int4", "mxfp8") and quantization_of(hf_config):
         found.append(
             Violation(
                 ("generation.weight_dtype", "model.path"),
-                "generation.weight_dtype: mxfp8, but the checkpoint is quantized, and the engine would serve it as it is; give a copy in "
+                f"generation.weight_dtype: {config.generation.weight_dtype}, but the checkpoint is quantized, and the engine would serve it as it is; give a copy in "
                 "BF16, or auto",
             )
         )

@@ -117,7 +117,9 @@ class GenerationConfig:
             of 128 by 128. With ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends them; without,
             vLLM quantizes them after each refit, and other engines are refused. The transformers engine computes in the
             model's dtype. ``mxfp8``: the same matrices in MXFP8, quantized by the trainer, for vLLM on GPUs. ``mxfp4``: GPT-OSS's
-            experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM.
+            experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM. ``int4``: the same matrices as ``fp8`` are INT4
+            (W4A16), which takes ``policy.refit.trainer_quantize_int4`` and vLLM.
+        weight_group: elements of a row that share a scale with ``weight_dtype: int4``: 32, 64 or 128.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; at least 0.01.
         vllm: see :class:`VllmConfig`.
@@ -130,6 +132,7 @@ class GenerationConfig:
     pipeline_parallel: int = 1
     replicas: int = 1
     weight_dtype: str = "auto"
+    weight_group: int = 32
     max_new_tokens: int = 4
     temperature: float = 1.0
     vllm: VllmConfig = field(default_factory=VllmConfig)

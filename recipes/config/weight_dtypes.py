@@ -1,9 +1,10 @@
-"""What FP8, MXFP8, MXFP4 and NVFP4 require of the rest of a recipe: weights of the engine, and of the trainer."""
+"""What FP8, MXFP8, MXFP4, INT4 and NVFP4 require of the rest of a recipe: weights of the engine, and of the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...integration.quantize.int4 import GROUPS
 from .errors import Violation
 from .schema import TrainConfig
 
@@ -15,7 +16,7 @@ def weight_dtype_violations(config: TrainConfig, bad: set[str]) -> Iterator[Viol
         config: whose values are possible each for itself, but for ``bad``.
         bad: keys whose values are not.
     """
-    for check in (_fp8_weights, _mxfp4_weights, _fp8_parameters, _qat):
+    for check in (_fp8_weights, _mxfp4_weights, _int4_weights, _fp8_parameters, _qat):
         yield from check(config, bad)
 
 
@@ -92,6 +93,48 @@ def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     ):
         if wrong:
             yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")
+
+
+def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored, group = (
+        "policy.refit.trainer_quantize_int4",
+        "generation.weight_dtype",
+        "generation.weight_group",
+    )
+    quantizes, int4 = config.policy.refit.trainer_quantize_int4, config.generation.weight_dtype == "int4"
+    if quantizes and not int4 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine does not keep weights in INT4; give {stored}=int4, or false here",
+        )
+    if config.generation.weight_group not in GROUPS:
+        yield Violation(
+            (group,),
+            f"{group}: vLLM's kernels have no groups of {config.generation.weight_group}; give {', '.join(map(str, GROUPS[:-1]))} or "
+            f"{GROUPS[-1]}",
+        )
+    if not int4:
+        return
+    for other, wrong, why in (
+        (key, not quantizes, "vLLM makes no such weights itself; give true"),
+        (
+            "generation.backend",
+            config.generation.backend != "vllm",
+            "refits bring INT4 to vLLM alone; give vllm",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16", "float16"),
+            "scales have 16 bits; give bfloat16",
+        ),
+        (
+            "generation.vllm.kv_cache_dtype",
+            config.generation.vllm.kv_cache_dtype != "auto",
+            "an FP8 KV cache beside it has not run; give auto",
+        ),
+    ):
+        if wrong:
+            yield Violation((stored, other), f"{other}: {stored} is int4, and {why}, or {stored}=auto")
 
 
 def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:

@@ -60,7 +60,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
 
     Raises:
         ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
-            making, or it sends an adapter alone, packed weights or MXFP8, or all weights whole.
+            making, or it sends an adapter alone, packed weights, MXFP8 or INT4, or all weights whole.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -101,6 +101,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
             [
                 "generation.weight_dtype: plans are of weights in BF16 or in FP8 blocks; plan with fp8, which sends 3% fewer bytes of "
                 "the same matrices"
+            ],
+        )
+    if generation.weight_dtype == "int4":
+        raise ConfigError(
+            config.name,
+            [
+                "generation.weight_dtype: plans are of weights in BF16 or in FP8 blocks; plan with auto and "
+                "policy.refit.trainer_quantize_int4=false, which tells the same routes but of shards that cut groups"
             ],
         )
     if config.policy.refit.trainer_quantize_mxfp4:

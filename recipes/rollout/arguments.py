@@ -67,6 +67,14 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
             "load_format": "dummy",
             "moe_backend": "marlin",
         }
+    if generation.weight_dtype == "int4":
+        # As FP8's. Experts by Marlin alone have an order that refits make.
+        arguments |= {
+            "hf_overrides": {"quantization_config": int4(generation.weight_group)},
+            "load_format": "dummy",
+        }
+        if experts_of(hf_config or {}):
+            arguments["moe_backend"] = "marlin"
     if config.policy.qat != "off":
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")
@@ -100,6 +108,8 @@ def vllm_bundles(config: TrainConfig) -> int:
     return generation.tensor_parallel * generation.pipeline_parallel
 
 
+# Of compressed-tensors' linear layers: heads and routers.
+_NOT_QUANTIZED = ["lm_head", "re:.*mlp[.]gate$", "re:.*[.]shared_expert_gate$"]
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
 
@@ -205,7 +215,30 @@ def mxfp8() -> dict[str, Any]:
         "format": "mxfp8-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp[.]gate$", "re:.*[.]shared_expert_gate$"],
+        "ignore": _NOT_QUANTIZED,
+    }
+
+
+def int4(group: int) -> dict[str, Any]:
+    """``quantization_config`` of the same matrices as :func:`block_fp8`'s in INT4, as llm-compressor writes it for W4A16.
+
+    Args:
+        group: elements of a row that share a scale.
+    """
+    numbers = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
+        "ignore": _NOT_QUANTIZED,
     }
 
 

@@ -20,6 +20,7 @@ FP8 = {"generation.weight_dtype": "fp8"}
 MXFP8 = {"generation.weight_dtype": "mxfp8"}
 QUANTIZES = {"policy.refit.trainer_quantize_fp8": True}
 MXFP4 = VLLM | {"policy.refit.trainer_quantize_mxfp4": True, "generation.weight_dtype": "mxfp4"}
+INT4 = VLLM | {"policy.refit.trainer_quantize_int4": True, "generation.weight_dtype": "int4"}
 DAPO = {"algorithm.name": "dapo"}
 SHARED = {ENABLED: True, "trainer.distributed_optimizer": True}
 OFFLOAD = "trainer.optimizer.cpu_offload_fraction"
@@ -68,6 +69,8 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
             VLLM | MXFP8 | QUANTIZES | {"policy.refit.trainer_quantize_mxfp4": True},
             "give generation.weight_dtype=mxfp4",
         ),
+        ({"policy.refit.trainer_quantize_int4": True}, "give generation.weight_dtype=int4"),
+        (VLLM | {"generation.weight_group": 16}, "give 32, 64 or 128"),
         (MXFP4 | QUANTIZES, "give generation.weight_dtype=fp8"),
         (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
@@ -199,6 +202,24 @@ def test_all_that_keeps_experts_from_travelling_in_mxfp4_is_told_at_once(config_
         RefitConfig(trainer_quantize_fp8=True, trainer_quantize_mxfp4=True)
     with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_mxfp4"):
         RefitConfig(trainer_quantize_mxfp4=True, delta="always", delta_base="optimizer")
+
+
+def test_all_that_keeps_weights_from_travelling_in_int4_is_told_at_once(config_of) -> None:
+    values = {
+        "policy.refit.trainer_quantize_int4": False,
+        "generation.backend": "transformers",
+        "model.dtype": "float32",
+        "generation.vllm.kv_cache_dtype": "fp8",
+    }
+    found = [v.keys for v in config_violations(config_of(INT4 | values))]
+    assert [keys for keys in found if "generation.weight_dtype" in keys[:1]] == [
+        ("generation.weight_dtype", key) for key in values
+    ]
+    assert config_violations(config_of(INT4 | {"generation.weight_group": 128})) == []
+    with pytest.raises(ValueError, match=r"policy\.refit\.trainer_quantize_int4: "):
+        RefitConfig(trainer_quantize_fp8=True, trainer_quantize_int4=True)
+    with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_int4"):
+        RefitConfig(trainer_quantize_int4=True, delta="always", delta_base="optimizer")
 
 
 def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:
@@ -360,3 +381,12 @@ def test_ranks_have_to_fit_a_local_machines_gpus_and_not_a_clusters(
     config = config_of({"trainer.ranks": 6, "generation.replicas": replicas, **values})
     found = [violation.text for violation in gpu_violations(config, gpus)]
     assert [told in text for text in found] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(("has", "gpus", "told"), [(True, 0, 0), (False, 0, 1), (False, 2, 0)])
+def test_int4_takes_a_gpu_or_a_cpu_whose_vllm_has_a_product_with_it(
+    config_of, monkeypatch: pytest.MonkeyPatch, has: bool, gpus: int, told: int
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_f": has})
+    keys = "generation.weight_dtype", "ray.address"
+    assert [v.keys for v in gpu_violations(config_of(INT4), gpus) if v.keys == keys] == [keys] * told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlrefit.integration.quantize import e8m0, fp8_blockwise, mxfp8, nvfp4
+from rlrefit.integration.quantize import e8m0, fp8_blockwise, int4, mxfp8, nvfp4
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from tests.quantize.test_fp8_kernels import (
@@ -13,6 +13,7 @@ from tests.quantize.test_fp8_kernels import (
     compare_kernel_with_torch,
     hard_weights,
 )
+from tests.quantize.test_int4 import compare_int4_with_torch
 from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4_with_torch
 from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
@@ -37,6 +38,8 @@ def test_every_format_has_the_bytes_that_it_has_on_the_cpu() -> None:
                     on.quantize(here, **{name: option}), on.quantize(there, **{name: option}), strict=True
                 ):
                     assert same(a, b.cpu())
+        for a, b in zip(int4.quantize(whole, 32), int4.quantize(whole.to(gpu), 32), strict=True):
+            assert same(a, b.cpu())
         for arithmetic in nvfp4.Arithmetic:
             ours = nvfp4.quantize(whole, arithmetic=arithmetic)
             theirs = nvfp4.quantize(whole.to(gpu), arithmetic=arithmetic)
@@ -64,6 +67,10 @@ def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
     compare_cut_blocks_with_torch(torch.device("cuda", 0))
     compare_mxfp8_with_torch(torch.device("cuda", 0))
+
+
+def test_the_int4_kernel_gives_torchs_bytes() -> None:
+    compare_int4_with_torch(torch.device("cuda", 0))
 
 
 def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:

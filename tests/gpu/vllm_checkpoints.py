@@ -1,16 +1,16 @@
-"""Tiny Qwen3 checkpoints whose sizes vLLM's GPU kernels take, in BF16, block-quantized FP8 or MXFP8."""
+"""Tiny Qwen3 checkpoints whose sizes vLLM's GPU kernels take, in BF16, block-quantized FP8, MXFP8 or INT4."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlrefit.integration.quantize import mxfp8
+from rlrefit.integration.quantize import int4, mxfp8
 from rlrefit.integration.quantize.fp8_blockwise import BLOCK, ScaleFormat, quantize
 
 _COMMON = {
@@ -66,7 +66,7 @@ def quantize_in_blocks(path: Path, scale: ScaleFormat = ScaleFormat.FP32) -> Non
             *(f"model.layers.{layer}.mlp.gate" for layer in range(layers)),
         ],
     }
-    _quantize(path, "_scale_inv", lambda weight: quantize(weight, scale=scale), config)
+    _quantize(path, ("", "_scale_inv"), lambda weight: quantize(weight, scale=scale), config)
 
 
 def quantize_to_mxfp8(path: Path, config: dict[str, Any], scales: str = "_scale") -> None:
@@ -77,7 +77,22 @@ def quantize_to_mxfp8(path: Path, config: dict[str, Any], scales: str = "_scale"
         config: its ``quantization_config``.
         scales: what the scales' names have behind the weights'.
     """
-    _quantize(path, scales, mxfp8.quantize, config)
+    _quantize(path, ("", scales), mxfp8.quantize, config)
+
+
+def quantize_to_int4(path: Path, config: dict[str, Any]) -> None:
+    """Turn a Qwen3 checkpoint into one whose decoder layers' matrices are INT4, as compressed-tensors packs them.
+
+    Args:
+        path: of the checkpoint.
+        config: its ``quantization_config``.
+    """
+    group = config["config_groups"]["group_0"]["weights"]["group_size"]
+
+    def packed(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *int4.quantize(weight, group), torch.tensor(weight.shape)
+
+    _quantize(path, ("_packed", "_scale", "_shape"), packed, config)
 
 
 def mxfp8_of_modelopt() -> dict[str, Any]:
@@ -87,15 +102,16 @@ def mxfp8_of_modelopt() -> dict[str, Any]:
 
 def _quantize(
     path: Path,
-    scales: str,
-    by: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ends: Sequence[str],
+    by: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
     config: dict[str, Any],
 ) -> None:
     tensors = {}
     for name, tensor in read_checkpoint(str(path)).items():
-        tensors[name] = tensor
         if name.endswith("_proj.weight"):
-            tensors[name], tensors[name + scales] = by(tensor)
+            tensors |= zip([name + end for end in ends], by(tensor), strict=True)
+        else:
+            tensors[name] = tensor
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     told = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
     (path / "config.json").write_text(json.dumps(told))

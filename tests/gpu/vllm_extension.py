@@ -9,17 +9,18 @@ import torch
 from rlrefit.integration.quantize.fp8_blockwise import dequantize
 from rlrefit.workers.engines.vllm.drafters import live_drafter
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
+from rlrefit.workers.engines.vllm.int4 import _backend
 
 
 class PoisonExtension(VllmRefitExtension):
     def poison(self) -> None:
         """Fill every parameter, a drafter's too, with its dtype's NaN, or with bytes of 0xFF if it has none; but not
-        compressed-tensors' scales of a cache, which no trainer here sends."""
+        compressed-tensors' scales of a cache and its shapes, which no trainer here sends."""
         drafter = live_drafter(self.model_runner)
         models = [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
         with torch.no_grad():
             for name, parameter in (named for model in models for named in model.named_parameters()):
-                if ".attn._" in name:
+                if ".attn._" in name or name.endswith("_shape"):
                     continue
                 if parameter.dtype.is_floating_point:
                     parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
@@ -64,4 +65,14 @@ class PoisonExtension(VllmRefitExtension):
                 if "mxfp8" in type(holder).__name__.lower():
                     kernel = getattr(holder, "kernel", None)
                     found.add(holder.fp8_backend.value if kernel is None else type(kernel).__name__)
+        return sorted(found)
+
+    def int4_kernels(self) -> list[str]:
+        """The same of weights in INT4."""
+        found = set()
+        for module in self.model_runner.get_model().modules():
+            for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+                if "WNA16" in type(holder).__name__:
+                    kernel = getattr(holder, "kernel", None)
+                    found.add(_backend(holder) if kernel is None else type(kernel).__name__)
         return sorted(found)

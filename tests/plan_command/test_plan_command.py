@@ -152,9 +152,11 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     told = plan(None, "", "", *recipe, *quantized)
     assert (told.code, told.json["quantize"]) == (0, "fp8")
     assert told.json["train"].startswith("fsdp=")
-    code, _, err = plan(None, "", "", *recipe[:2], *quantized[:1], "generation.weight_dtype=mxfp8")
-    assert code == 2
-    assert "generation.weight_dtype: plans are of" in err
+    for key, dtype in (("fp8", "mxfp8"), ("int4", "int4")):
+        asked = f"policy.refit.trainer_quantize_{key}=true", f"generation.weight_dtype={dtype}"
+        code, _, err = plan(None, "", "", *recipe[:2], *asked)
+        assert code == 2
+        assert "generation.weight_dtype: plans are of" in err
     code, _, err = plan(None, "", "", *recipe[:2], "policy.nccl_xfer_refit=false")
     assert code == 2
     assert "policy.nccl_xfer_refit: false" in err

@@ -13,7 +13,8 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.layout.fragments import local_slice
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
+from rlrefit.integration.quantize import blocks
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxfp8
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name, wire_specs
@@ -30,6 +31,7 @@ from tests.refit.synthetic import (
 
 BF16 = torch.bfloat16
 FP8, UE8M0, MX = Fp8Blockwise(), Fp8Blockwise(ue8m0=True), Mxfp8()
+INT4 = Int4(64)
 
 COLUMN = TensorSpec("column.weight", (512, 384), BF16)
 ROW = TensorSpec("row.weight", (256, 640), BF16)
@@ -55,8 +57,9 @@ class QuantizedDestination(SyntheticDestination):
 
     def poison(self) -> None:
         for storage in self._wanted.values():
+            plain = storage.is_floating_point() and storage.element_size() > 1
             raw = storage.view(torch.uint8) if storage.element_size() == 1 else storage
-            raw.fill_(0x7F if storage.element_size() == 1 else float("nan"))
+            raw.fill_(float("nan") if plain else 0x7F)
 
     def wrong(self, version: int) -> list[str]:
         expected: dict[str, torch.Tensor] = {}
@@ -110,11 +113,10 @@ def wanted(
         layout: Layout = {spec.name: [cut(spec, rank, 2)] for spec in SPECS}
         for spec in SPECS:
             if (format := formats.get(spec.name)) is not None:
-                _, scales = wire_specs(spec, format)
-                [box] = layout[spec.name]
-                layout[scales.name] = [
-                    tuple((a // b, -(-e // b)) for (a, e), b in zip(box, format.block, strict=True))
-                ]
+                codes, scales = wire_specs(spec, format)
+                [box] = layout.pop(spec.name)
+                layout[codes.name] = [blocks.scale_box(box, (1, format.packed))]
+                layout[scales.name] = [blocks.scale_box(box, format.block)]
         engines.append(QuantizedDestination(formats, layout))
     return engines
 
@@ -135,13 +137,24 @@ def whole(spec: TensorSpec, rank: int, size: int) -> Box:
     return box_of(spec.shape)
 
 
+QUANTIZES_NOT: dict[str, object] = {"trainer_quantize_fp8": False}
+BY_INT4 = QUANTIZES_NOT | {"trainer_quantize_int4": True}
+
+
 def config(**values: object) -> RefitConfig:
     usual = {"bucket_mb": 1, "timeout_s": 20.0, "verify": "full", "transport": "p2p"}
     return RefitConfig(**usual | {"trainer_quantize_fp8": True} | values)
 
 
-def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors_which_rank_0_tells_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("format", "codes", "setting"),
+    [
+        (MX, "column.weight", "trainer_quantize_fp8"),
+        (INT4, "column.weight_packed", "trainer_quantize_int4"),
+    ],
+)
+def test_parts_that_cut_blocks_of_a_row_are_quantized_as_full_tensors_which_rank_0_tells_once(
+    caplog: pytest.LogCaptureFixture, format: Format, codes: str, setting: str
 ) -> None:
     others = {s.name: [box_of(s.shape)] for s in SPECS if s is not COLUMN}
     results = run_world(
@@ -149,16 +162,38 @@ def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors_which_
             SyntheticSource(SPECS, others | {COLUMN.name: [((0, 512), columns)]})
             for columns in ((0, 144), (144, 384))
         ],
-        wanted({COLUMN.name: MX}, by_rows),
+        wanted({COLUMN.name: format}, by_rows),
         lambda rank, session, end: (
             [refit_changed(session, end, version)[1] for version in (1, 2)],
             {e.spec.name for e in session.manifest if e.route == "misc"},
         ),
-        config(),
+        config(**QUANTIZES_NOT | {setting: True}),
     )
-    assert results == [([[], []], {"column.weight", "column.weight_scale"})] * 4
+    assert results == [([[], []], {codes, "column.weight_scale"})] * 4
     [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
     assert COLUMN.name in record.getMessage()
+
+
+IN_GROUPS = (COLUMN, ROW, CUT)
+
+
+@pytest.mark.parametrize("cut", [by_rows, by_columns, whole])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_codes_travel_packed_under_their_own_names(
+    group: int, cut: Callable[[TensorSpec, int, int], Box]
+) -> None:
+    formats: dict[str, Format] = {spec.name: Int4(group) for spec in IN_GROUPS}
+    results = run_world(
+        sources(),
+        wanted(formats, cut),
+        lambda rank, session, end: (
+            [refit_changed(session, end, version)[1] for version in (1, 2, 3)],
+            {e.spec.name for e in session.manifest if e.route == "bulk"},
+        ),
+        config(**BY_INT4),
+    )
+    packed = {f"{s.name}_{part}" for s in IN_GROUPS for part in ("packed", "scale")}
+    assert results == [([[], [], []], packed | {NORM.name, RAGGED.name, ROUTER.name})] * 4
 
 
 def test_the_conventional_path_quantizes_full_tensors() -> None:
@@ -182,6 +217,8 @@ def test_the_conventional_path_quantizes_full_tensors() -> None:
         ("column.weight", "nccl_xfer", MX),
         ("cut.weight", "nccl_xfer", FP8),
         ("row.weight", "packed_broadcast", FP8),
+        ("column.weight", "nccl_xfer", INT4),
+        ("row.weight", "packed_broadcast", INT4),
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -189,7 +226,7 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
     bad: str, engine: str, format: Format, value: float
 ) -> None:
     formats: dict[str, Format] = {
-        spec.name: format for spec in QUANTIZED if format is not MX or spec.shape[1] % 32 == 0
+        spec.name: format for spec in QUANTIZED if format.block[0] > 1 or spec.shape[1] % 64 == 0
     }
     states = {2: ServingState(), 3: ServingState()}
 
@@ -204,7 +241,7 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
         [DivergedSource(source, bad, value, at) for source in sources()],
         wanted(formats, by_rows),
         body,
-        config(verify="off"),
+        config(**(BY_INT4 if format is INT4 else {}), verify="off"),
         engine=engine,
         states=states,
     )
@@ -268,6 +305,12 @@ UNMATCHED: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]], str
     "FP32 beside no quantized weight": (fp32_sources, lambda: telling({}), "refit_dtype"),
     "FP32": (fp32_sources, lambda: telling({"row.weight": FP8}), "refit_dtype"),
     "no matrix": (sources, lambda: telling({"norm.weight": FP8}), "norm.weight"),
+    "another key's format": (sources, lambda: wanted({"row.weight": INT4}, whole), "trainer_quantize_fp8"),
+    "two keys' formats": (
+        sources,
+        lambda: wanted({"row.weight": INT4, "cut.weight": FP8}, whole),
+        "trainer_quantize_int4",
+    ),
     "two formats": (
         sources,
         lambda: [wanted({"row.weight": FP8}, whole)[0], wanted({"row.weight": UE8M0}, whole)[1]],
@@ -283,6 +326,14 @@ def test_weights_and_formats_that_do_not_fit_one_another_are_refused_on_all_rank
     for error in results:
         assert isinstance(error, RefitMismatch)
     assert named in str(results[3])
+
+
+def test_weights_of_another_dtype_than_the_engine_computes_in_are_refused_by_name() -> None:
+    engines = telling({"ragged.weight": Int4(32), "row.weight": Int4(32)})
+    results = run_world(sources(), engines, lambda *_: None, config(**BY_INT4))
+    for error in results:
+        assert isinstance(error, RefitMismatch)
+    assert "ragged.weight" in str(results[3])
 
 
 @pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])

@@ -334,10 +334,11 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     with pytest.raises(RefitError) as error:
         source_of(
             SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked)),
-            RefitConfig(trainer_quantize_mxfp4=True),
+            RefitConfig.unchecked(trainer_quantize_mxfp4=True, trainer_quantize_int4=True),
         )
     for part in (
         "nccl_xfer_shards.trainer_quantize_mxfp4 is true",
+        "nccl_xfer_shards.trainer_quantize_int4 is true",
         *("veomni", "quantization-aware", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
         *("vllm.quantization is awq", "enable_rollout: it drafts with MTP layers", "backend=nccl_xfer"),

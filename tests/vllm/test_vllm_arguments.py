@@ -66,6 +66,26 @@ def test_an_engine_in_mxfp8_takes_all_from_the_trainer_and_its_experts_by_a_back
         assert not should_ignore_layer(module, engine.ignore)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_an_engine_in_int4_takes_all_from_the_trainer_in_groups_of_the_recipes(group: int) -> None:
+    asked = [
+        "generation.weight_dtype=int4",
+        f"generation.weight_group={group}",
+        "policy.refit.trainer_quantize_int4=true",
+    ]
+    recipe = load_config("grpo_tiny_vllm", asked)
+    arguments = vllm_arguments(recipe)
+    assert (arguments["load_format"], "moe_backend" in arguments) == ("dummy", False)
+    engine = CompressedTensorsConfig.from_config(arguments["hf_overrides"]["quantization_config"])
+    weights = engine.target_scheme_map["Linear"]["weights"]
+    assert engine._is_wNa16_group_channel(weights, None)
+    assert (weights.num_bits, weights.group_size, weights.symmetric) == (4, group, True)
+    for module in ("model.layers.0.mlp.gate", "lm_head", "model.layers.1.mlp.shared_expert_gate"):
+        assert should_ignore_layer(module, engine.ignore)
+    assert not should_ignore_layer("model.layers.0.mlp.down_proj", engine.ignore)
+    assert vllm_arguments(recipe, {"num_experts": 8})["moe_backend"] == "marlin"
+
+
 def test_an_engine_of_packed_experts_starts_from_a_checkpoint_without_them() -> None:
     config = load_config("grpo_qwen3_4b")
     config.generation.weight_dtype, config.policy.refit.trainer_quantize_mxfp4 = "mxfp4", True

@@ -29,6 +29,7 @@ IF_THERE = (
 )
 FEATURES = (
     compat.FP8,
+    compat.INT4,
     compat.SPECULATIVE,
     compat.KV_SCALES,
     compat.ADAPTERS,

@@ -1,4 +1,4 @@
-"""vLLM models in FP8 blocks or MXFP8 on two ranks, refitted with what a trainer made of BF16 weights."""
+"""vLLM models in FP8 blocks, MXFP8 or INT4 on two ranks, refitted with what a trainer made of BF16 weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
+from vllm_int4 import choose_int4_kernel
 from vllm_mxfp8 import choose_mxfp8_kernel
 from vllm_ranks import Case, Layout, Tensors, groups_of, loaded, reload_by_vllm
 from vllm_refit import refit
 
 from rlrefit.integration.layout import Fragment
+from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
 from tests.fp8_refits import (
@@ -35,7 +37,7 @@ from tests.fp8_refits import (
     refit_sparsely,
     refusal,
 )
-from tests.gpu.vllm_checkpoints import quantize_in_blocks, quantize_to_mxfp8
+from tests.gpu.vllm_checkpoints import quantize_in_blocks, quantize_to_int4, quantize_to_mxfp8
 
 if TYPE_CHECKING:
     from rlrefit.integration.config import RefitConfig
@@ -58,6 +60,10 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
 }
+
+
+# Constants of compressed-tensors' integers, with which nothing computes and which no trainer brings.
+_IDLE = ("_shape", "_g_idx", "_sort_indices")
 
 
 class Halves:
@@ -109,7 +115,8 @@ class Fp8Case:
         served: the same in FP8 blocks, as vLLM loads them.
         rearranged: the kernels of linear layers turn the rows of their weights round after loading.
         replaced: another library's functions stand where vLLM's methods process loaded weights.
-        kernel: the one that has MXFP8, as :mod:`vllm_mxfp8` names it; empty of FP8 blocks.
+        kernel: the one that has MXFP8 or INT4, as :mod:`vllm_mxfp8` or :mod:`vllm_int4` names it; empty of FP8 blocks.
+        setting: by which a trainer makes codes and scales.
     """
 
     trained: tuple[str, str]
@@ -117,6 +124,7 @@ class Fp8Case:
     rearranged: bool = False
     replaced: bool = False
     kernel: str = ""
+    setting: str = "trainer_quantize_fp8"
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,26 @@ def write_mxfp8_case(
     return _written(folder, config, quantize, layout, {}, kernel=kernel)
 
 
+def write_int4_case(
+    folder: Path,
+    kernel: str,
+    quantization: dict[str, Any],
+    *,
+    experts: bool = False,
+    biases: bool = False,
+    ranks: int = 2,
+) -> Fp8Case:
+    """Two models in BF16 and in INT4, for two ranks of TP, or two stages of one rank each."""
+    shape = _SHAPE | {"num_hidden_layers": 3 - ranks}
+    config: Any = Qwen3MoeConfig(**shape, **_EXPERTS) if experts else Qwen3Config(**shape)
+    if biases:
+        config = Qwen2Config(**{key: value for key, value in shape.items() if key != "head_dim"})
+    layout = Layout(tensor=2) if ranks == 2 else Layout(pipeline=2)
+    quantize = partial(quantize_to_int4, config=quantization)
+    setting = "trainer_quantize_int4"
+    return _written(folder, config, quantize, layout, {}, kernel=kernel, setting=setting)
+
+
 def _written(
     folder: Path,
     config: Any,
@@ -190,7 +218,9 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
     results = []
     for case in cases:
         with groups_of(rank, case.served), _post_load_functions(case):
-            if case.kernel:
+            if case.setting == "trainer_quantize_int4":
+                choose_int4_kernel(case.kernel)
+            elif case.kernel:
                 choose_mxfp8_kernel(case.kernel)
             else:
                 choose_kernels(rearranged=case.rearranged)
@@ -257,7 +287,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     own = destination.quantized(specs)
     wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
     some = next(name for name in own if name.endswith("o_proj.weight"))
-    for occasion, left_out in (("no scales", some + own[some].scale_name_end), ("no codes", some)):
+    for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = {name: tensor for name, tensor in wire[0].items() if name != left_out}
         refused[occasion] = refusal(destination.fragments, manifest_of(rest))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
@@ -283,6 +313,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
 
     def sessions_by(engine: str, config: RefitConfig) -> Sessions:
         destination.new_epoch()
+        config = replace(config, **{"trainer_quantize_fp8": False, case.setting: True})
         return Sessions(rank, engine, config, Halves(rank, trained), destination, 2)
 
     routes = refit_by_both_engines(sessions_by, lambda: poison(_weights(live)), look)
@@ -343,29 +374,38 @@ def _of_all_ranks(own: dict[str, Format]) -> dict[str, Format]:
 def _on_the_wire(tensors: Tensors, formats: dict[str, Format]) -> Tensors:
     wire = {}
     for name, tensor in tensors.items():
-        wire[name] = tensor
-        if name in formats:
-            wire[name], wire[name + formats[name].scale_name_end] = formats[name].encode(tensor)
+        format = formats.get(name)
+        if format is None:
+            wire[name] = tensor
+        else:
+            wire |= zip(wire_names(name, format), format.encode(tensor), strict=True)
     return wire
 
 
 def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
     """All parameters but those of attention, which are scales that no trainer here has (compressed-tensors'), and locks."""
-    return [p for name, p in model.named_parameters() if ".attn._" not in name] + [*_locks(model).values()]
+    brought = (
+        p for name, p in model.named_parameters() if ".attn._" not in name and not name.endswith(_IDLE)
+    )
+    return [*brought, *_locks(model).values()]
 
 
 def _locks(model: torch.nn.Module) -> Tensors:
     """Of Marlin's kernels."""
+    from rlrefit.workers.engines.vllm.reload import attributes_of
+
     return {
-        f"{name}.workspace": vars(module)["workspace"]
+        f"{name}.workspace": holder["workspace"]
         for name, module in model.named_modules()
-        if "workspace" in vars(module)
+        for holder in attributes_of(module)
+        if "workspace" in holder
     }
 
 
 def _held(model: torch.nn.Module) -> Tensors:
     """Parameters, the scales that experts' kernels compute with, and locks."""
-    found: Tensors = dict(model.named_parameters()) | _locks(model)
+    computed_with = {name: p for name, p in model.named_parameters() if not name.endswith(_IDLE)}
+    found: Tensors = computed_with | _locks(model)
     for name, module in model.named_modules():
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         if config is not None:

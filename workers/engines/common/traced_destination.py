@@ -133,7 +133,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
 
     @abstractmethod
     def _blocks(self) -> dict[str, Blocks]:
-        """The modules of the live model that hold weights in FP8 blocks, by name."""
+        """The modules of the live model that hold weights as codes and scales which a trainer makes, by name."""
 
     @abstractmethod
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> Layout:
@@ -183,9 +183,9 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         self._promised = {}
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
-        """The weights of ``specs`` that this rank's parameters hold in FP8 blocks, with their format.
+        """The weights of ``specs`` that this rank's parameters hold as codes and scales, with their format.
 
-        What is named here has to come in this format, codes under the weight's name and scales beside them, or the epoch
+        What is named here has to come in this format, or the epoch
         has to end: modules whose kernels want special scales are written in place on the strength of it.
 
         Raises:
@@ -198,7 +198,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         asked = _plain(specs), blocks
         if self._asked != asked:
             with self._built_twin() as twin:
-                trace = self._trace(twin, asked[0])
+                trace = self._trace_numbers(twin, asked[0])
             self._promised = formats_of(specs, trace, blocks)
             self.agree(on_the_wire(specs, self._promised))
             self._asked, self._answer = asked, dict(self._promised)
@@ -360,6 +360,10 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
     def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
         return trace_loader(twin.load_weights, loadable, manifest).without(self._held_by_others(twin))
+
+    def _trace_numbers(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        """The same of weights none of which is quantized, whatever the engine holds."""
+        return self._trace(twin, manifest)
 
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
         """Names of parameters and buffers that the live model shares with another one, which is given their weights."""

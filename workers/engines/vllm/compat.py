@@ -27,6 +27,12 @@ _MODELOPT = f"{_LAYERS}.quantization.modelopt"
 NVFP4_LINEAR = f"{_MODELOPT}.ModelOptNvFp4LinearMethod"
 NVFP4_W4A16_LINEAR = f"{_MODELOPT}.ModelOptNvFp4W4A16LinearMethod"
 MXFP8_LINEAR = f"{_MODELOPT}.ModelOptMxFp8LinearMethod"
+_COMPRESSED = f"{_LAYERS}.quantization.compressed_tensors"
+_COMPRESSED_EXPERTS = f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe"
+# compressed-tensors' scheme of packed integers for linear layers, and its methods for experts.
+WNA16_LINEAR = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16.CompressedTensorsWNA16"
+WNA16_EXPERTS = f"{_COMPRESSED_EXPERTS}_wna16.CompressedTensorsWNA16MoEMethod"
+WNA16_MARLIN_EXPERTS = f"{_COMPRESSED_EXPERTS}_wna16_marlin.CompressedTensorsWNA16MarlinMoEMethod"
 _FP4 = "quantization.utils.marlin_utils_fp4"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -121,6 +127,14 @@ FP8 = (
     Needed(f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod.process_weights_after_loading", ("layer",)),
     Needed(f"{_LAYERS}.fused_moe.config", "FusedMoEQuantConfig.w1_scale"),
     Needed("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+)
+# Checkpoints in INT4.
+INT4 = (
+    Needed(
+        "vllm.model_executor.parameter",
+        "ModelWeightParameter",
+        ("input_dim", "output_dim", "weight_loader"),
+    ),
 )
 # Checkpoints in NVFP4 for Marlin: its block scales, and what becomes of global ones.
 MARLIN_NVFP4 = (

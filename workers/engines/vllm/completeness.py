@@ -14,15 +14,12 @@ from torch import nn
 
 from ..common.loader_trace.trace import LoaderTrace, Part
 from ..common.loader_trace.unreached import filled_buffers, require_reached
-from .compat import NVFP4_W4A16_LINEAR, method_of
+from .compat import NVFP4_W4A16_LINEAR, WNA16_EXPERTS, WNA16_LINEAR, WNA16_MARLIN_EXPERTS, kind_of, method_of
 from .layouts import ATTENTION_MODULES, has_padding
 
 # By name: an engine without such layers imports none of these, and later vLLMs lack some.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
-_CT_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 _NVFP4_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptNvFp4FusedMoE"
-_WNA16_EXPERTS = f"{_CT_MOE}_wna16.CompressedTensorsWNA16MoEMethod"
-_WNA16_MARLIN_EXPERTS = f"{_CT_MOE}_wna16_marlin.CompressedTensorsWNA16MarlinMoEMethod"
 _GPTQ_EXPERTS = f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinMoEMethod"
 _GPTQ_LINEAR = (
     f"{_QUANTIZATION}.gptq.GPTQLinearMethod",
@@ -32,6 +29,8 @@ _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
 # Post-load processing sorts the groups of an activation order itself, so that no checkpoint has these.
 _SORTED = ("w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
 _CT_GROUPS = ("w13_weight_g_idx", "w2_weight_g_idx")
+# Constants, which no refit brings.
+_CT_SHAPES = ("w13_weight_shape", "w2_weight_shape")
 _GPTQ_GROUPS = ("w13_g_idx", "w2_g_idx")
 # In one expert: the first element, and by stride how many there are.
 _Place = tuple[int, frozenset[tuple[int, int]]]
@@ -142,12 +141,16 @@ def absent_elements(model: nn.Module, trace: LoaderTrace) -> dict[str, int]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Name of each layer that has parameters which nothing computes with, and these."""
     for name, module in model.named_modules():
-        unused = _unused(getattr(module, "quant_method", None))
+        unused = unused_of(module)
         if unused:
             yield name, [f"{name}.{parameter}" for parameter in unused]
 
 
-def _unused(method: Any) -> tuple[str, ...]:
+def unused_of(module: nn.Module) -> tuple[str, ...]:
+    """Those of a module's own parameters that nothing computes with, as they are before vLLM processes them."""
+    if kind_of(getattr(module, "scheme", None)) == WNA16_LINEAR:
+        return ("weight_shape",)
+    method: Any = getattr(module, "quant_method", None)
     kind = method_of(method)
     # One method has experts of W4A4 and W4A16; all its backends but Marlin quantize inputs.
     if kind == _NVFP4_EXPERTS:
@@ -155,10 +158,10 @@ def _unused(method: Any) -> tuple[str, ...]:
     if kind == NVFP4_W4A16_LINEAR:
         return ("input_scale",)
     # Registered whether or not the checkpoint has an activation order; without one, kernels get empty tensors or none.
-    if kind == _WNA16_EXPERTS:
-        return _CT_GROUPS + _SORTED
-    if kind == _WNA16_MARLIN_EXPERTS:
-        return _SORTED if method.actorder == "group" else _CT_GROUPS + _SORTED
+    if kind == WNA16_EXPERTS:
+        return _CT_GROUPS + _SORTED + _CT_SHAPES
+    if kind == WNA16_MARLIN_EXPERTS:
+        return (_SORTED if method.actorder == "group" else _CT_GROUPS + _SORTED) + _CT_SHAPES
     if kind == _GPTQ_EXPERTS:
         return _SORTED if method.quant_config.desc_act else _GPTQ_GROUPS + _SORTED
     if kind in _GPTQ_LINEAR:

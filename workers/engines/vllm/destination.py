@@ -33,11 +33,12 @@ from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.traced_destination import Routes, Traced, TracedDestination
-from .compat import FP8, require_supported_vllm
+from .compat import FP8, INT4, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .copies import Copies, require_read_hooks
 from .drafters import check_follows
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
+from .int4 import int4_modules, require_packed, taking_numbers
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
 from .mxfp4 import check_experts
@@ -210,10 +211,21 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         self._copies.compare(twin)
-        return super()._trace(twin, manifest)
+        with taking_numbers(twin, int4_modules(self._model)) as taken:
+            trace = super()._trace(twin, manifest)
+        require_packed(trace, manifest, taken)
+        return trace.without(taken)
+
+    def _trace_numbers(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        with taking_numbers(twin, int4_modules(self._model)):
+            return super()._trace(twin, manifest)
 
     def _blocks(self) -> dict[str, HoldsCodes]:
-        return {**block_modules(self._model), **mxfp8_modules(self._model)}
+        return {
+            **block_modules(self._model),
+            **mxfp8_modules(self._model),
+            **int4_modules(self._model),
+        }
 
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> VllmLayout:
         layout = module_layout(name, live, twin, promised)
@@ -366,6 +378,8 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
+    if int4_modules(model):
+        require_supported_vllm(INT4)
 
 
 def _shares_cache(settings: object) -> bool:

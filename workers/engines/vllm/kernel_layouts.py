@@ -123,7 +123,10 @@ def processed(
         NotRearranged: vLLM's step failed.
     """
     module = apart(live)
-    module._parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()}
+    module._parameters = {
+        name: tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in given.items()
+    }
     module.quant_method = method
     try:
         with set_current_vllm_config(vllm_config), device, torch.no_grad():

@@ -1,7 +1,7 @@
 """Layers that vLLM holds as codes and scales: what it makes of them after loading, and made anew by refits where it is.
 
-Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`) which layers are known and what becomes of their
-tensors. What is common to them:
+Each format says in a module of its own (:mod:`.nvfp4`, :mod:`.mxfp4`, :mod:`.mxfp8`, :mod:`.int4`) which layers are known and what
+becomes of their tensors. What is common to them:
 
 - codes and scales land in the live parameters as a checkpoint has them, and what is computed with beside them. Layers that have
   landed are put in their kernel's order many at a time, in the live memory: CUDA graphs stay valid, and no Python runs for each
@@ -25,12 +25,14 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.layout.codes import Codes, find_codes, tiled
 from ....integration.layout.rearrangement import NotRearranged
+from .completeness import unused_of
+from .int4 import Int4Layers
 from .kernel_layouts import apart, held, processed
 from .mxfp4 import Mxfp4
 from .mxfp8 import Mxfp8Layers
 from .nvfp4 import Nvfp4
 from .packed_making import Making, Order, PackedForm, Padded, Shapes, Tensors
-from .reload import follow_parameters
+from .reload import attributes_of, follow_parameters
 
 # Marlin's locks, which are zeros between its runs.
 _WORKSPACE = "workspace"
@@ -72,7 +74,7 @@ class PackedFormat(Protocol):
         """By parameter the tensors that the layer's kernel holds."""
 
 
-_FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4(), Mxfp8Layers())
+_FORMATS: tuple[PackedFormat, ...] = (Nvfp4(), Mxfp4(), Mxfp8Layers(), Int4Layers())
 
 
 class KernelState:
@@ -90,7 +92,12 @@ class KernelState:
     @torch.no_grad()
     def refresh(self) -> None:
         """Once per refit, after the parameters are made; on a GPU, enqueued on the current stream."""
-        workspaces = [vars(live)[_WORKSPACE] for live, _ in self._layers if _WORKSPACE in vars(live)]
+        workspaces = [
+            holder[_WORKSPACE]
+            for live, _ in self._layers
+            for holder in attributes_of(live)
+            if _WORKSPACE in holder
+        ]
         if workspaces:
             # After a sleep that drops the weights these are undefined memory, too.
             torch._foreach_zero_(workspaces)
@@ -142,7 +149,7 @@ class PackedLayers:
         key = kind, kernel, live.params_dtype, *loaded.items()
         if key not in self._known:
             try:
-                self._known[key] = self._found_out(live, loaded, kernel, format)
+                self._known[key] = self._found_out(live, twin, loaded, kernel, format)
             except NotRearranged as reason:
                 self._known[key] = str(reason)
             except torch.OutOfMemoryError:
@@ -157,7 +164,9 @@ class PackedLayers:
             raise NotRearranged("other weights of these shapes do not become what the live ones are")
         return known
 
-    def _found_out(self, live: Any, loaded: Shapes, kernel: str, format: PackedFormat) -> PackedForm:
+    def _found_out(
+        self, live: Any, twin: nn.Module, loaded: Shapes, kernel: str, format: PackedFormat
+    ) -> PackedForm:
         padded, sizes = format.padding(live, loaded, kernel)
         # The order of what is padded is that of a layer which is loaded in the padded sizes.
         whole = apart(live)
@@ -169,14 +178,16 @@ class PackedLayers:
         }
 
         def step(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return self._processed(whole, given, format)
+            return self._processed(whole, twin, given, format)
 
         orders = self._orders(step, laid, *format.asked(whole, laid, kernel, self._device))
         form = replace(format.form(live, loaded, kernel, orders), padded=padded)
         for given in format.given(loaded, self._device):
-            theirs = self._processed(live, {name: tensor.clone() for name, tensor in given.items()}, format)
+            theirs = self._processed(
+                live, twin, {name: tensor.clone() for name, tensor in given.items()}, format
+            )
             form = form.holding(_strided(theirs))
-            self._prove(form, given, theirs)
+            self._prove(form, given, theirs, frozenset(unused_of(live)))
         return form
 
     def _orders(
@@ -207,14 +218,18 @@ class PackedLayers:
             found[name] = Order(asked[name].bits, tiling, name in changed)
         return found
 
-    def _prove(self, form: PackedForm, given: Tensors, theirs: Tensors) -> None:
-        """What is made by ``form`` is what vLLM has made."""
-        made = {name: torch.empty_like(tensor) for name, tensor in theirs.items()}
+    def _prove(self, form: PackedForm, given: Tensors, theirs: Tensors, unused: frozenset[str]) -> None:
+        """What is made by ``form`` is what vLLM has made, but for parameters that nothing computes with."""
+        # Some have two names.
+        memory = {tensor.data_ptr(): torch.empty_like(tensor) for tensor in theirs.values()}
+        made = {name: memory[tensor.data_ptr()] for name, tensor in theirs.items()}
         for tensor in made.values():
             tensor.view(-1).view(torch.uint8).fill_(_POISON)
         try:
             making = Making({"": (made, form)}, self._device)
             for name, tensor in given.items():
+                if name in unused:
+                    continue
                 target = making.landing("", name)
                 target = made[name] if target is None else target
                 if name in form.padded:
@@ -224,13 +239,19 @@ class PackedLayers:
         except (KeyError, RuntimeError, ValueError) as error:
             raise NotRearranged(f"what it becomes can't be made: {type(error).__name__}: {error}") from error
         wrong = [
-            name for name, tensor in theirs.items() if not torch.equal(_bytes(tensor), _bytes(made[name]))
+            name
+            for name, tensor in theirs.items()
+            if name not in unused and not torch.equal(_bytes(tensor), _bytes(made[name]))
         ]
         if wrong:
             raise NotRearranged(f"vLLM makes another {wrong[0]} of what is loaded than was read in its code")
 
-    def _processed(self, live: nn.Module, given: Tensors, format: PackedFormat) -> dict[str, torch.Tensor]:
+    def _processed(
+        self, live: nn.Module, twin: nn.Module, given: Tensors, format: PackedFormat
+    ) -> dict[str, torch.Tensor]:
         """What vLLM makes of ``given`` in the place of the live parameters."""
+        live = _with_own_kernel(live)
+        given = {name: _like(twin.get_parameter(name), tensor) for name, tensor in given.items()}
         method = live.quant_method
         method = apart(method) if isinstance(method, nn.Module) else copy.copy(method)
         # Under the dtype under which vLLM's own loader ran the step: MXFP8's takes scales through it.
@@ -249,6 +270,24 @@ class PackedLayers:
             if tensor is None or name not in made or tensor.data_ptr() != made[name].data_ptr():
                 raise NotRearranged(f"its kernel computes with something else than {name}")
         return made
+
+
+def _with_own_kernel(live: nn.Module) -> nn.Module:
+    """A copy of a module whose step after loading changes no kernel of the live one: compressed-tensors' have a workspace in it."""
+    module: Any = apart(live)
+    scheme = getattr(live, "scheme", None)
+    if scheme is not None:
+        module.scheme = copy.copy(scheme)
+        if hasattr(scheme, "kernel"):
+            module.scheme.kernel = copy.copy(scheme.kernel)
+    return module
+
+
+def _like(parameter: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
+    """A tensor as vLLM's own kind of parameter, which tells kernels its dimensions."""
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), tensor, False)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _strided(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:

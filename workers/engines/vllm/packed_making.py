@@ -252,7 +252,17 @@ class Making:
         _, form = self._modules[module]
         if (module, parameter) in self._staged:
             return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
-        return self.as_loaded(module, parameter) if parameter in form.orders else None
+        seen_otherwise = parameter in form.orders or self._is_viewed(module, parameter)
+        return self.as_loaded(module, parameter) if seen_otherwise else None
+
+    def _is_viewed(self, module: str, parameter: str) -> bool:
+        """Whether the bytes of a parameter stay in their order, and the kernel has them as others than they are loaded."""
+        held, form = self._modules[module]
+        if parameter not in held or parameter not in form.loaded:
+            return False
+        memory, (shape, kind) = held[parameter], form.loaded[parameter]
+        like = tuple(memory.shape) == shape and memory.dtype == kind
+        return not like and memory.is_contiguous() and memory.nbytes == prod(shape) * kind.itemsize
 
     def as_loaded(self, module: str, parameter: str) -> torch.Tensor:
         """The memory of a live parameter of a module in the shape and dtype in which it is loaded, with the zeros that a kernel pads."""
@@ -295,7 +305,7 @@ class Making:
                 slot = self._slots.get((module, name))
                 if slot is not None:
                     scales.append((memory, slot))
-                *_, rows, count = form.laid(name)
+                *_, rows, count = (1, *form.laid(name))
                 width = count * form.loaded[name][1].itemsize
                 jobs += [
                     Unordered(matrix, rows, width * 8 // order.bits, order.bits, order.tiling, slot)

@@ -89,7 +89,7 @@ class ScopedReload:
         self._followers = tuple(followers)
         self._arrived: set[str] = set()
         self._active = False
-        self._beside: dict[str, dict[str, torch.Tensor]] = {}
+        self._beside: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
         self._shuffled: list[nn.Module] = []
         self._kernels: list[tuple[nn.Module, Any, Any]] = []
 
@@ -215,7 +215,11 @@ class ScopedReload:
     def _begin(self) -> None:
         if self._active or not self._modules:
             return
-        self._beside = {name: _tensors_beside(module) for name, module in self._modules.items()}
+        self._beside = [
+            (holder, _tensors_among(holder))
+            for module in self._modules.values()
+            for holder in attributes_of(module)
+        ]
         # GPTQLinearMethod shuffles weights for its kernel once, and remembers that it has; those that come are as in a checkpoint.
         self._shuffled = [
             module
@@ -250,13 +254,12 @@ class ScopedReload:
         Raises:
             RefitError: a kernel of experts has become another one.
         """
-        for name, held in self._beside.items():
-            made = vars(self._modules[name])
+        for made, held in self._beside:
             for attribute, tensor in held.items():
                 new = made.get(attribute)
                 if isinstance(new, torch.Tensor) and new is not tensor:
                     made[attribute] = tensor.copy_(new)
-        self._beside = {}
+        self._beside = []
         kernels, self._kernels = self._kernels, []
         others: list[str] = []
         for module, kernel, config in kernels:
@@ -339,9 +342,14 @@ def _follow_kernel(
         tensor.copy_(new)
 
 
-def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Plain attributes of a module that are tensors."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Plain attributes of a module, and those of the kernel of its scheme, if it has one (compressed-tensors')."""
+    kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+    return [vars(module)] if kernel is None else [vars(module), vars(kernel)]
+
+
+def _tensors_among(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
 
 
 class DerivedState:

@@ -16,6 +16,7 @@ _SECTIONS = "checkpoint_engine.engine_kwargs"
 _PREFIX = f"{_SECTIONS}.{BACKEND}"
 QUANTIZES = f"{_PREFIX}.trainer_quantize_fp8"
 PACKS = f"{_PREFIX}.trainer_quantize_mxfp4"
+MAKES_INT4 = f"{_PREFIX}.trainer_quantize_int4"
 # The bucket's size is verl's own key; what the others are for is not in reach of verl's configuration.
 _KEYS = tuple(key for key in REFIT_KEYS if key not in ("bucket_mb", "lora", "kv_scales"))
 

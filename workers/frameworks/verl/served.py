@@ -15,7 +15,7 @@ from ....integration.quantize.fp8_blockwise import BLOCK
 from ...engines.sglang import drafters as of_sglang
 from ...engines.sglang.loader import LOADER
 from ...engines.vllm.drafters import has_weights, is_mtp, may_follow, method_in
-from .options import EXTENSION, PACKS, QUANTIZES
+from .options import EXTENSION, MAKES_INT4, PACKS, QUANTIZES
 from .orders import Order
 
 _STAYS = (
@@ -63,6 +63,10 @@ def asked_violations(
         found.append(f"rollout.quantization is {name}; {_ONE_FORMAT}")
     if config.trainer_quantize_mxfp4:
         found.append(f"{PACKS} is true, and no engine of verl's has run with experts in MXFP4; give false")
+    if config.trainer_quantize_int4:
+        found.append(
+            f"{MAKES_INT4} is true, and no engine of verl's has run with weights in INT4; give false"
+        )
     if (rollout.get("qat") or {}).get("enable"):
         found.append(
             "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "

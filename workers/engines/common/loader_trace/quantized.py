@@ -44,10 +44,14 @@ def formats_of(
 
     Args:
         specs: as the trainer exports them, not quantized.
-        trace: of these.
+        trace: of these, by a loader that knows parameters of the weights' names.
         blocks: of the live model, by module.
     """
-    formats = {f"{module}.{codes}": b.format for module, b in blocks.items() for codes in b.scales}
+    formats = {
+        f"{module}.{codes.removesuffix(b.format.code_name_end)}": b.format
+        for module, b in blocks.items()
+        for codes in b.scales
+    }
     found: dict[str, Format] = {}
     left: list[Exception] = []
     for spec in specs:
@@ -94,7 +98,7 @@ def promised_modules(
         module
         for module, facts in blocks.items()
         if all(
-            promised.get(name) == facts.format
+            promised.get(name.removesuffix(facts.format.code_name_end)) == facts.format
             for codes in facts.scales
             for name in names.get(f"{module}.{codes}", ())
         )

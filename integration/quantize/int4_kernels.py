@@ -1,0 +1,85 @@
+"""The Triton kernel of INT4: reads weights once, writes codes and scales. Imported only where it runs.
+
+A program quantizes some groups of one weight of the table. Addresses are plain integers.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .fp8_kernels import read_row
+from .nvfp4_kernels import in_fp32
+
+
+@triton.jit
+def _rounded(x, KIND: tl.constexpr):
+    """FP32 numbers rounded to those of a type, in FP32."""
+    if tl.bfloat16 == KIND:
+        x = in_fp32(x, True)
+    elif tl.float16 == KIND:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _joined(codes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Neighbours of a row in one number, the even one in the lower bits. ``WIDTH``: of the result."""
+    low, high = tl.split(tl.reshape(codes, [HEIGHT, WIDTH, 2]))
+    return low | (high << BITS)
+
+
+@triton.jit
+def quantize_int4(
+    tiles,
+    rows,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    EPSILON: tl.constexpr,
+    ROUND: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """:func:`.int4.quantize`, the same operations in the same order.
+
+    A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`; no row cuts a group. ``KIND``: the type of the scales, to which each
+    operation rounds, and ``EPSILON`` its own. ``ROUND``: to BF16 first.
+    """
+    row, weights, target, scales_at, height, width, number = read_row(
+        tiles, rows, COLUMNS, WORD, UNIT, (UNIT + 7) // 8
+    )
+    source, source_row, source_column = weights
+    across = width // GROUP
+    block = number * BLOCKS + tl.arange(0, BLOCKS)
+    down = block // across
+    over = block - down * across
+    inside = down < height
+    r = down[:, None]
+    c = over[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = inside[:, None] & (c >= 0)
+    x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
+    # Sizes in the order of their bits as integers, NaN above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    finite = largest < 0x7F800000
+    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    scale = _rounded(tl.div_rn(amax, 7.5), KIND)
+    scale = tl.where(scale == 0.0, EPSILON, scale)
+    scaled = tl.div_rn(tl.where(finite[:, None], x, 0.0), tl.broadcast_to(scale[:, None], x.shape))
+    scaled = _rounded(scaled, KIND)
+    scaled = tl.where(scaled > 7.0, 7.0, scaled)
+    scaled = tl.where(scaled < -8.0, -8.0, scaled)
+    # The last bit of numbers about 1.5 · 2 ** 23 is worth 1.
+    code = ((scaled + 12582912.0).to(tl.int32, bitcast=True) + 8) & 15
+    code = _joined(code, BLOCKS, GROUP // 2, 4)
+    code = _joined(code, BLOCKS, GROUP // 4, 8)
+    code = _joined(code, BLOCKS, GROUP // 8, 16)
+    codes, codes_row, codes_column, top, left, bottom, right = target
+    item = over[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+    wanted = inside[:, None] & (r >= top) & (r < bottom) & (item >= left) & (item < right)
+    place = (r - top) * codes_row + (item - left) * codes_column
+    tl.store(codes.to(tl.pointer_type(tl.int32)) + place, code, mask=wanted)
+    scale_at = scales_at.to(tl.pointer_type(KIND)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
+    tl.store(scale_at, tl.where(finite, scale, float("nan")).to(KIND), mask=inside & (scales_at != 0))

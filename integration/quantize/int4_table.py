@@ -1,0 +1,63 @@
+"""INT4 of many parts of weights in one kernel launch per source dtype and alignment, prepared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from ..packing.tables import Launch, Launches
+from .fp8_table import COLUMNS, Checked, checked, make_table, unit_of
+from .int4 import PER_ITEM, check_group
+from .jobs import QuantizeJob, of_whole_blocks
+
+_ELEMENTS, _WARPS = 4096, 4
+
+
+class Int4Table(Launches):
+    """Quantizations of memory that stays in place; the same bytes as :func:`.int4.quantize`.
+
+    Targets may be a peer's memory that is mapped. No source is kept.
+    """
+
+    @staticmethod
+    def build(
+        jobs: Iterable[QuantizeJob], device: torch.device, group: int, round_to_bf16: bool = False
+    ) -> Int4Table:
+        """Compile the kernel for what the jobs need, and put their addresses on the device.
+
+        Args:
+            jobs: of weights in BF16, FP16 or FP32, of whole groups.
+            device: that reads and writes them.
+            group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
+            round_to_bf16: weights are exported in BF16, whatever they are kept in.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, a job cuts groups, or several elements of a result share a place.
+        """
+        from .fp8_kernels import WORDS
+        from .int4_kernels import quantize_int4
+
+        check_group(group)
+        groups: dict[tuple[torch.dtype, int], list[Checked]] = {}
+        nbytes = 0
+        for job in of_whole_blocks(jobs, group):
+            kind = torch.bfloat16 if round_to_bf16 else job.source.dtype
+            found = checked(job, (1, group), kind, torch.int32, PER_ITEM)
+            nbytes += job.nbytes
+            groups.setdefault((job.source.dtype, unit_of(found, PER_ITEM)), []).append(found)
+        launches = []
+        for (dtype, unit), chosen in groups.items():
+            kind = torch.bfloat16 if round_to_bf16 else dtype
+            constants = (
+                *(COLUMNS, WORDS[str(dtype)], _ELEMENTS // group, group),
+                *(WORDS[str(kind)], torch.finfo(kind).eps, dtype != kind, unit),
+            )
+            table = make_table(chosen, unit, partial(_programs, group))
+            launches.append(Launch(quantize_int4, _WARPS, table, constants, device, ()))
+        return Int4Table(launches, nbytes)
+
+
+def _programs(group: int, height: int, width: int) -> int:
+    return -(-height * (width // group) * group // _ELEMENTS)

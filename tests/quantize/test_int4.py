@@ -1,0 +1,161 @@
+"""INT4 against compressed-tensors' own arithmetic, and its kernel against the torch form, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.quantize import int4
+from rlrefit.integration.quantize.int4_table import Int4Table
+from rlrefit.integration.quantize.jobs import QuantizeJob
+from tests.ahead import FoundAhead
+from tests.triton_interpreter import run_interpreted
+
+from .test_fp8_kernels import hard_weights
+from .weights import same, weights
+
+CPU = torch.device("cpu")
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
+groups = st.sampled_from(int4.GROUPS)
+
+
+def compressed(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """What compressed-tensors makes of a weight by round-to-nearest: the module's tensors in a checkpoint."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=_arguments(group))
+    blocks = weight.unflatten(-1, (-1, group))
+    scales, zeros = calculate_qparams(blocks.amin(-1), blocks.amax(-1), _arguments(group))
+    state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+    return PackedQuantizationCompressor.compress(state, scheme)
+
+
+def _arguments(group: int) -> QuantizationArgs:
+    return QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+
+
+@settings(max_examples=80, deadline=None)
+@given(weights(st.integers(1, 5), st.integers(1, 3).map(lambda n: 128 * n), special=False), groups)
+def test_codes_and_scales_are_compressed_tensors_own(w: torch.Tensor, group: int) -> None:
+    packed, scales = int4.quantize(w, group)
+    theirs = compressed(w, group)
+    assert packed.dtype == theirs["weight_packed"].dtype
+    assert torch.equal(packed, theirs["weight_packed"])
+    assert scales.dtype == w.dtype
+    assert same(scales, theirs["weight_scale"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=_arguments(group))
+    back = PackedQuantizationCompressor.decompress(theirs, scheme)["weight"]
+    assert torch.equal(int4.dequantize(packed, scales), back)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_beside_every_maximum_gets_compressed_tensors_code(kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(512, 512, generator=generator)
+    # Half-way between two codes, and next to that.
+    scale = w.abs().amax(-1, keepdim=True) / 7.5
+    ties = (torch.randint(-16, 15, w.shape, generator=generator).float() / 2 + 0.5) * scale
+    w = torch.where(torch.rand(w.shape, generator=generator) < 0.5, w, ties).to(kind)
+    for group in int4.GROUPS:
+        packed, scales = int4.quantize(w, group)
+        theirs = compressed(w, group)
+        assert torch.equal(packed, theirs["weight_packed"])
+        assert same(scales, theirs["weight_scale"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not(value: float) -> None:
+    w = torch.ones(2, 64).bfloat16()
+    w[1, 40] = value
+    packed, scales = int4.quantize(w, 32)
+    back = int4.dequantize(packed, scales)
+    assert torch.equal(back.isnan(), torch.tensor([[False, False], [False, True]]).repeat_interleave(32, 1))
+    assert torch.equal(packed[1, 4:], torch.full((4,), -0x77777778, dtype=torch.int32))
+    whole, _ = int4.quantize(torch.ones(2, 64).bfloat16(), 32)
+    assert torch.equal(packed[0], whole[0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights(st.integers(2, 5), st.just(256)), groups, st.data())
+def test_parts_that_cut_no_group_have_the_bytes_of_the_whole(
+    w: torch.Tensor, group: int, data: st.DataObject
+) -> None:
+    packed, scales = int4.quantize(w, group)
+    cut, down = data.draw(st.integers(1, 256 // group)) * group, data.draw(st.integers(1, w.shape[0]))
+    codes, own = int4.quantize(w[:down, :cut], group)
+    assert torch.equal(codes, packed[:down, : cut // 8])
+    assert same(own, scales[:down, : cut // group])
+
+
+def test_what_no_engine_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of that"):
+        int4.quantize(torch.ones(2, 48), 32)
+    with pytest.raises(ValueError, match="groups of"):
+        int4.quantize(torch.ones(2, 48), 16)
+    with pytest.raises(ValueError, match="int8"):
+        int4.quantize(torch.ones(2, 32, dtype=torch.int8), 32)
+
+
+def compare_int4_with_torch(device: torch.device) -> None:
+    """The kernel and :func:`.int4.quantize`, on a device."""
+    for group, rounded in ((32, False), (32, True), (128, False), (64, False)):
+        weights = [w[:70, : w.shape[-1] // group * group] for w in hard_weights(device) if w.dim() == 2]
+        weights += [
+            weights[0].float() * 2.0**-120,
+            weights[2].half(),
+            weights[0][:, : 2 * group].t()[:group].t(),
+        ]
+        jobs, found = [], []
+        for number, w in enumerate(weights):
+            n, k = w.shape
+            # Of every third weight all codes, of every third a part, of every third none.
+            wanted = [(0, 0, n, k // 8), (5, min(2, k // 8), n - n // 4, k // 8 - 2), (0, 0, 0, 0)]
+            top, left, bottom, right = wanted[number % 3]
+            room = torch.full((n + 2, k // 8 + 4), 0x55555555, dtype=torch.int32, device=device)
+            codes = room[1 + top : 1 + bottom, 2 + left : 2 + right]
+            kind = torch.bfloat16 if rounded else w.dtype
+            scales = torch.full((k // group, n), 2.0, dtype=kind, device=device).t()
+            wants_codes, wants_scales = number % 3 != 2, number % 4 != 1
+            jobs.append(
+                QuantizeJob(w, codes if wants_codes else None, (top, left), scales if wants_scales else None)
+            )
+            found.append((room, codes if wants_codes else codes[:0], (top, left, bottom, right), scales))
+        table = Int4Table.build(jobs, device, group, rounded)
+        assert table.nbytes == sum(job.nbytes for job in jobs)
+        for factor in (1, -2):  # changed weights before the second launch
+            for w in weights:
+                w.mul_(factor)
+            table.launch()
+            for w, job, (room, codes, (top, left, bottom, right), scales) in zip(
+                weights, jobs, found, strict=True
+            ):
+                packed, expected = int4.quantize(w.bfloat16() if rounded else w, group)
+                packed = packed[top:bottom, left:right] if len(codes) else packed[:0, left:right]
+                assert torch.equal(codes, packed)
+                assert same(scales, torch.full_like(scales, 2.0) if job.scales is None else expected)
+                inside = codes.clone()
+                codes.fill_(0x55555555)
+                assert (room == 0x55555555).all()
+                codes.copy_(inside)
+
+
+def interpret_kernel(folder: Path) -> None:
+    run_interpreted(compare_int4_with_torch, CPU)
+
+
+AHEAD = (interpret_kernel,)
+
+
+def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(found_ahead: FoundAhead) -> None:
+    found_ahead.by(interpret_kernel)
+
+
+def test_parts_that_cut_groups_are_refused() -> None:
+    job = QuantizeJob(torch.ones(2, 48), scales=torch.empty(2, 2))
+    with pytest.raises(ValueError, match="cuts blocks of 32"):
+        Int4Table.build([job], CPU, 32)

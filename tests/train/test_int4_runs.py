@@ -1,0 +1,67 @@
+"""Runs of a recipe whose vLLM computes with INT4 weights that the trainer makes, in the order of the CPU's own kernel.
+
+Its product is there from AVX-512 on; :mod:`tests.vllm_cpu` has one for the tests' CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
+from tests.vllm_processes import vllm_processes
+from tests.warm_python import ENGINE, warm_python
+
+from .shared_cluster import on_shared_cluster
+from .test_fsdp_runs import Ran, run
+
+STEPS = 3
+INT4 = (
+    "generation.weight_dtype=int4",
+    "policy.refit.trainer_quantize_int4=true",
+    "policy.refit.verify=full",
+    f"algorithm.steps={STEPS}",
+    "validation.every=0",
+    "checkpoint.every=0",
+)
+
+
+def _train(folder: Path, ray_address: str, trainer: str) -> Ran:
+    with warm_python(vllm_processes, ENGINE) as python:
+        warm = f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"
+        return run("grpo_tiny_vllm", folder, ray_address, *INT4, warm, trainer=trainer)
+
+
+@keeping_time
+def train_fsdp_for_int4(folder: Path) -> Ran:
+    """Over two ranks, which hold rows of weights."""
+    return on_shared_cluster(_train, folder, "fsdp")
+
+
+# Its ranks send rows and columns of codes in tests/quantize, and train for a vLLM in test_train.
+@of_all_tests
+@keeping_time
+def train_megatron_for_int4(folder: Path) -> Ran:
+    """In TP2."""
+    return on_shared_cluster(_train, folder, "megatron")
+
+
+AHEAD = (train_fsdp_for_int4, train_megatron_for_int4)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_fsdp_for_int4, id="fsdp"),
+        pytest.param(train_megatron_for_int4, id="megatron", marks=pytest.mark.full),
+    ],
+)
+def test_the_engine_generates_with_int4_weights_of_the_policy_that_all_came_shard_to_shard(
+    found_ahead: FoundAhead, train: Work
+) -> None:
+    rows = found_ahead.by(train).rows
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    # The engine began with random weights. 1e-3 was the most that was seen.
+    assert all(0 < row["generation_kl"] < 5e-3 for row in rows)
+    assert rows[-1]["refit/bytes_misc"] == 0

@@ -1,0 +1,106 @@
+"""INT4 engines fed with weights that the trainer has quantized: what they hold is what vLLM loads from such a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_fp8_ranks import Fp8Result, refit_fp8, write_int4_case
+from vllm_int4 import CPU, MARLIN, UNKNOWN
+
+from rlrefit.integration.quantize.formats import Int4
+from rlrefit.recipes.rollout.arguments import int4
+from tests.ahead import FoundAhead
+from tests.spawn import PATIENT_S, run_ranks
+from tests.vllm_processes import vllm_processes
+
+# Kernel, group, and how the model is made.
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "CPU": (CPU, 32, {}),
+    "CPU, stages": (CPU, 128, {"ranks": 1}),
+    "Marlin": (MARLIN, 128, {}),
+    "Marlin with biases": (MARLIN, 32, {"biases": True}),
+    "Marlin, stages": (MARLIN, 32, {"ranks": 1}),
+    "Marlin with experts": (MARLIN, 32, {"experts": True}),
+    "Marlin with experts, stages": (MARLIN, 128, {"experts": True, "ranks": 1}),
+    "Triton's experts": (CPU, 32, {"experts": True}),
+}
+OTHER = "a kernel that was not read"
+Results = dict[str, list[Fp8Result]]
+
+
+def refit_int4(folder: Path) -> Results:
+    """In one pair of processes."""
+    cases = {**CASES, OTHER: (UNKNOWN, 64, {})}
+    listed = [
+        write_int4_case(folder / name, kernel, int4(group), **options)
+        for name, (kernel, group, options) in cases.items()
+    ]
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+AHEAD = (refit_int4,)
+
+
+@pytest.fixture
+def ranks(case: str, found_ahead: FoundAhead) -> list[Fp8Result]:
+    """What each rank of a case saw."""
+    found: Results = found_ahead.by(refit_int4)
+    return found[case]
+
+
+@pytest.mark.parametrize("case", [*CASES, OTHER])
+def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(
+    ranks: list[Fp8Result], case: str
+) -> None:
+    for rank in ranks:
+        assert not any(rank.differing.values()), rank.differing
+        assert len(rank.differing) == 16
+        assert rank.told == rank.own
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(
+    ranks: list[Fp8Result], case: str
+) -> None:
+    _, group, options = CASES[case]
+    for rank in ranks:
+        assert rank.misc == {}
+        assert {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")} < {*rank.bulk}
+        assert {*rank.own.values()} == {Int4(group)}
+        of_experts = {name for name in rank.own if ".experts." in name}
+        assert len(of_experts) == (12 if "experts" in options else 0)
+        assert len(rank.own) == 4 + (len(of_experts) or 3)
+    assert ranks[0].routes["nccl_xfer"]["misc"] == 0
+
+
+@pytest.mark.parametrize("case", [OTHER])
+def test_layers_of_a_kernel_that_was_not_read_take_the_misc_path_packed(
+    ranks: list[Fp8Result], case: str
+) -> None:
+    for rank in ranks:
+        assert {*rank.misc} == {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")}
+        assert all("OtherLinearKernel" in reason for reason in rank.misc.values())
+
+
+@pytest.mark.parametrize("case", [*CASES, OTHER])
+def test_refits_are_dense_where_vllm_puts_what_is_written_in_order(ranks: list[Fp8Result], case: str) -> None:
+    # All of these have linear layers that it puts in order.
+    assert [rank.sparse for rank in ranks] == [[False, *[case == OTHER] * 3]] * 2
+
+
+@pytest.mark.parametrize("case", [*CASES, OTHER])
+@pytest.mark.parametrize(
+    ("brought", "told"),
+    [
+        ("BF16", "trainer_quantize_int4=true"),
+        ("no scales", "self_attn.o_proj.weight_scale"),
+        ("no codes", "self_attn.o_proj.weight_packed"),
+    ],
+)
+def test_weights_without_their_scales_and_scales_without_their_codes_are_refused_by_name(
+    ranks: list[Fp8Result], case: str, brought: str, told: str
+) -> None:
+    assert all(told in rank.refused[brought] for rank in ranks)
