@@ -40,6 +40,9 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
         bridge = auto_bridge.from_hf_config(config)
         if case["names"] is not None:
             bridge = _with_names(auto_bridge, config, case["names"])
+            bridge.hf_pretrained.state.update(
+                {name: torch.empty(case["exported"][name], device="meta") for name in case["names"]}
+            )
         provider = _provider(bridge, case["layout"])
         provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
         model = provider.provide_distributed_model(
@@ -114,6 +117,8 @@ def _param(task: Any, vocabulary: int, exported: dict[str, tuple[int, ...]]) -> 
         fragments = fragments_of_task(task, exported)
     except Refused as reason:
         names = [mapping] if isinstance(mapping, str) else sorted(mapping.values())
+        # Bridge makes some that it does not export (values that are keys).
+        names = [name for name in names if name in exported]
         return result | {"refused": names, "reason": str(reason), "parts": []}
     is_vocabulary = task.global_param_name.endswith(("word_embeddings.weight", "output_layer.weight"))
     parts = []
