@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import torch
 from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_refit import refit
 
+from tests.families.checkpoints import know_configuration
 from tests.vllm_cpu import accept_experts_without_gates
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _know_architecture(path: str) -> None:
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
     written = json.loads((Path(path) / "config.json").read_text())
-    _know_configuration(Path(path), written)
+    know_configuration(Path(path))
     [name] = written["architectures"]
     ModelRegistry.models.setdefault(name, _LazyRegisteredModel(_INNER.get(name, ""), name))
     _know_class(name)
@@ -255,21 +255,6 @@ def _know_class(name: str) -> None:
 
     known = ModelRegistry.models[name]
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
-
-
-def _know_configuration(folder: Path, written: dict[str, Any]) -> None:
-    """Of a checkpoint that brings the class of its configuration: as with trust_remote_code, without its folder of copies."""
-    if "auto_map" not in written:
-        return
-    from transformers import AutoConfig
-
-    file, _, name = written["auto_map"]["AutoConfig"].partition(".")
-    spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    AutoConfig.register(written["model_type"], getattr(module, name), exist_ok=True)
 
 
 def _one_case(case: Case) -> RankResult | str:
