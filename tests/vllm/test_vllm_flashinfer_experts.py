@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_vllm_layouts import FAMILIES, OWN_PARTS, UNPADDED, Results, refit_on
-from vllm_flashinfer_ranks import SHAPES, place_in_random_shapes, refuse
+from vllm_flashinfer_ranks import SHAPES, place_in_random_shapes, refit_after_reload, refuse
 from vllm_ranks import Case, Layout, RankResult
 
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
@@ -38,10 +38,14 @@ ALL = left_to_all(CASES, _MORE)
 
 @dataclass(frozen=True)
 class Asked:
-    """What was found out of single layers: how many orders of random shapes with and without gates, and reasons for none."""
+    """What was found out of single layers: how many orders of random shapes with and without gates, and reasons for none.
+
+    And what differs after vLLM's own reload and a refit in place.
+    """
 
     placed: list[int]
     refused: dict[str, str | None]
+    differing: list[str]
 
 
 def refit_usual_cases(folder: Path) -> Results:
@@ -57,7 +61,8 @@ def ask_of_layers(folder: Path) -> Asked:
     cases = [_case(f"{family} TP1", folder) for family in ("qwen3_moe", GATELESS)]
     [placed] = run_ranks(place_in_random_shapes, 1, cases, made_by=vllm_processes)
     [refused] = run_ranks(refuse, 1, cases[0], made_by=vllm_processes)
-    return Asked(placed, refused)
+    [differing] = run_ranks(refit_after_reload, 1, cases[0], made_by=vllm_processes)
+    return Asked(placed, refused, differing)
 
 
 AHEAD = (refit_usual_cases, ask_of_layers, refit_more_cases)
@@ -111,6 +116,10 @@ def test_weights_of_random_shapes_are_placed_as_vllm_places_them(asked: Asked):
     gated, gateless = asked.placed
     assert gated > SHAPES / 2
     assert gateless == 0
+
+
+def test_a_refit_after_vllms_own_reload_writes_what_the_kernel_computes_with(asked: Asked):
+    assert asked.differing == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from vllm_ranks import Case, groups_of, loaded, raw
+from vllm_checkpoints import manifest_of, read_checkpoint
+from vllm_ranks import Case, _state, _unequal, fill, groups_of, loaded, raw, reload_by_vllm
+from vllm_refit import refit
 
 from tests.vllm_cpu import accept_experts_without_gates
 
@@ -58,6 +60,23 @@ def _place_in_random_shapes(layer: Any, config: Any) -> int:
 
     agrees()
     return len(moved)
+
+
+def refit_after_reload(rank: int, case: Case) -> list[str]:
+    """What is not as vLLM loads it, after a refit in place of a model that vLLM itself has reloaded."""
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    with groups_of(rank, case):
+        live, config = loaded(case)
+        as_a, a = _state(live), read_checkpoint(case.path_a)
+        destination = VllmDestination(live, config, CPU)
+        destination.fragments(manifest_of(a))
+        reload_by_vllm(live, config, read_checkpoint(case.path_b))
+        fragments, misc = destination.fragments(manifest_of(a))
+        assert any(".experts." in fragment.name for fragment in fragments)
+        fill(live, 0xFF)
+        refit(destination, fragments, misc, a, 1)
+        return _unequal(live, as_a)
 
 
 def refuse(rank: int, case: Case) -> dict[str, str | None]:
