@@ -40,9 +40,6 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
         bridge = auto_bridge.from_hf_config(config)
         if case["names"] is not None:
             bridge = _with_names(auto_bridge, config, case["names"])
-            bridge.hf_pretrained.state.update(
-                {name: torch.empty(case["exported"][name], device="meta") for name in case["names"]}
-            )
         provider = _provider(bridge, case["layout"])
         provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
         model = provider.provide_distributed_model(

@@ -29,6 +29,11 @@ def gemma4_text(config: Config) -> Architecture:
             "a Gemma 4 model with experts, and with embeddings of each layer (hidden_size_per_layer_input) or shared keys "
             "(num_kv_shared_layers), is not known to Megatron-Bridge's mappings"
         )
+    if shared and config.get("attention_k_eq_v"):
+        raise CatalogError(
+            "a Gemma 4 model that takes keys as values (attention_k_eq_v), and in its last layers those of others (num_kv_shared_layers), is not "
+            "in the catalogue"
+        )
     kinds = _layer_types(config)
     first = len(kinds) - shared
     if not {*kinds[first:]} <= {*kinds[:first]}:
