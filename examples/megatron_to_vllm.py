@@ -72,7 +72,7 @@ def serve(connection: Connection, model_path: str, tensor_parallel: int, first_g
         max_model_len=256,
         enforce_eager=True,
         skip_tokenizer_init=True,
-        moe_backend="triton",  # others rearrange experts, which then can't be written in place
+        moe_backend="triton",  # most others rearrange experts, which then can't be written in place
     )
     driver = VllmDriver(llm)
     with suppress(EOFError, BrokenPipeError):

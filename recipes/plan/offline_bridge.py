@@ -51,8 +51,10 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
         )
         config.architectures = [classes[config.model_type]]
 
+    kind = _WithSharedKeys if getattr(config.get_text_config(), "num_kv_shared_layers", 0) else _State
+
     class WithoutWeights(PreTrainedCausalLM):  # type: ignore[misc]
-        state = _State(_names(Path(path), config))
+        state = kind(_names(Path(path), config))
 
     pretrained = WithoutWeights(str(path))
     pretrained.config, pretrained.generation_config = config, GenerationConfig()
@@ -80,6 +82,16 @@ class _State(dict[str, torch.Tensor]):
     def has_glob(self, pattern: str) -> bool:
         """Whether a name matches, which Bridge asks to find experts that are stacked."""
         return bool(fnmatch.filter(self._names, pattern))
+
+
+class _WithSharedKeys(_State):
+    """One that Bridge asks for names as it exports, too: Gemma 4's layers that share keys have some of their own as published."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
 
 class _AllButTied(Collection[str]):

@@ -54,8 +54,8 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     plain = generation.weight_dtype == "auto" and config.policy.qat == "off"
     if hf_config is not None and _has_plain_experts(hf_config) and plain:
-        # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
-        # refit can then write them in place.
+        # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and TRT-LLM's
+        # so that no refit can write them in place.
         arguments["moe_backend"] = "triton"
     if generation.weight_dtype in ("fp8", "mxfp8") and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})

@@ -114,6 +114,8 @@ def _param(task: Any, vocabulary: int, exported: dict[str, tuple[int, ...]]) -> 
         fragments = fragments_of_task(task, exported)
     except Refused as reason:
         names = [mapping] if isinstance(mapping, str) else sorted(mapping.values())
+        # Bridge makes some that it does not export (values that are keys).
+        names = [name for name in names if name in exported]
         return result | {"refused": names, "reason": str(reason), "parts": []}
     is_vocabulary = task.global_param_name.endswith(("word_embeddings.weight", "output_layer.weight"))
     parts = []

@@ -111,9 +111,12 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         ]
         for name, found in trace.landings.items()
     }
+    # And buffers that a checkpoint has (Gemma 4).
+    reached = {landing.parameter for found in trace.landings.values() for landing in found}
+    held = parameters | {name: loadable[name] for name in reached}
     return {
         "parameters": {
-            n: [list(p.shape), str(p.dtype)] for n, p in parameters.items() if not n.endswith(_CACHE_SCALES)
+            n: [list(p.shape), str(p.dtype)] for n, p in held.items() if not n.endswith(_CACHE_SCALES)
         },
         "landings": landings,
         "misc": trace.misc_reasons,

@@ -63,6 +63,16 @@ _GATED_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+_GEMMA4: dict[str, Any] = _DENSE | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 296,
+    "tie_word_embeddings": True,
+}
 _IMAGES: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -137,6 +147,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_DENSE},
     "gemma2": {"model_type": "gemma2", **_DENSE, "head_dim": 16, "tie_word_embeddings": True},
     "gemma3_text": {"model_type": "gemma3_text", **_DENSE, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma4": {"model_type": "gemma4_text", **_GEMMA4, "attention_k_eq_v": True},
+    "gemma4-shared": {
+        "model_type": "gemma4_text",
+        **_GEMMA4,
+        "num_global_key_value_heads": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4-moe": {
+        "model_type": "gemma4_text",
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         **_DENSE,

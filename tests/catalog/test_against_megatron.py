@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -63,6 +64,11 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("nemotron_h", TrainLayout(tp=2, pp=5, vocabulary_multiple=8), 9),
     ("gpt_oss", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
     ("gemma3_text", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
+    ("gemma4", TrainLayout(tp=2, vocabulary_multiple=8), 1),
+    ("gemma4", TrainLayout(tp=4, vocabulary_multiple=8), 3),
+    ("gemma4-shared", TrainLayout(tp=4, dp=2, vocabulary_multiple=8), 6),
+    ("gemma4-moe", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
+    ("gemma4-moe", TrainLayout(tp=2, ep=2, etp=2, vocabulary_multiple=8), 3),
     ("minimax_m2", TrainLayout(tp=4, ep=4, vocabulary_multiple=8), 2),
     ("minimax_m2", TrainLayout(tp=8, ep=2, vocabulary_multiple=8), 5),
     ("nemotron_h-latent", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
@@ -80,8 +86,9 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("glm_moe_dsa", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 3),
     ("bailing_moe_v2", TrainLayout(tp=4, ep=4, vocabulary_multiple=8), 3),
 ]
-# Whether the checkpoint has experts in one tensor, and how it names Gemma 3's encoder, Bridge knows by the names that it finds.
-_BY_NAMES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "gemma3")
+# Whether the checkpoint has experts in one tensor, how it names Gemma 3's encoder, and whether layers that share keys have some of their
+# own, as Gemma 4's are published, Bridge knows by the names that it finds.
+_BY_NAMES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "gemma3", "gemma4-shared")
 
 
 def _label(case: tuple[str, TrainLayout, int]) -> str:

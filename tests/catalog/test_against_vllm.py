@@ -40,6 +40,12 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("mistral", GenLayout(tp=2), 1),
     ("gemma2", GenLayout(tp=2, pp=2), 2),
     ("gemma3_text", GenLayout(tp=2), 1),
+    ("gemma4", GenLayout(tp=4), 3),
+    ("gemma4", GenLayout(tp=2, pp=2), 2),
+    ("gemma4-shared", GenLayout(tp=2), 1),
+    ("gemma4-shared", GenLayout(tp=4), 3),
+    ("gemma4-moe", GenLayout(tp=4, ep=4), 1),
+    ("gemma4-moe", GenLayout(tp=2, pp=2), 2),
     ("minimax_m2", GenLayout(tp=4, ep=4), 1),
     ("minimax_m2", GenLayout(tp=8), 5),
     ("nemotron_h-latent", GenLayout(tp=2, ep=2), 1),
@@ -148,7 +154,7 @@ def test_an_engine_rank_stores_what_the_catalogue_says(index: int, real: list[di
 def _landings(param: Param) -> list[tuple[str, list[Any]]]:
     storage = torch.empty(param.shape, device="meta")
     found = []
-    for part in param.parts:
+    for part in (*param.parts, *param.copies):
         view, box = storage[part.index], part.box
         if part.axes is not None:  # vLLM's side has no dimension split
             places = [part.axes.order.index(dim) for dim in range(len(box))]

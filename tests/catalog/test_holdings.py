@@ -62,6 +62,9 @@ _KINDS = (
     "qwen3_vl_moe",
     "qwen2_5_vl",
     "gemma3",
+    "gemma4",
+    "gemma4-shared",
+    "gemma4-moe",
     "glm_moe_dsa",
     "bailing_moe_v2",
 )

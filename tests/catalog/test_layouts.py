@@ -129,6 +129,18 @@ def test_every_violation_of_a_model_is_told_at_once(
     assert [text for text in complaints if text not in "\n".join(found)] == []
 
 
+def test_layers_that_share_keys_are_on_one_stage_of_an_engine_and_dense_ones_of_gemma_4_on_one_of_a_trainer() -> (
+    None
+):
+    dense, shared = (Model(name, CONFIGS[name]) for name in ("gemma4", "gemma4-shared"))
+    assert violations(shared, GenLayout(tp=2)) == []
+    [told] = violations(shared, GenLayout(pp=2))
+    assert "layer 2 takes keys and values of layer 0" in told
+    assert violations(dense, GenLayout(pp=2)) == []
+    assert "pp = 1" in violations(dense, TrainLayout(pp=2))[0]
+    assert violations(Model("sparse", CONFIGS["gemma4-moe"]), TrainLayout(pp=2)) == []
+
+
 def test_storage_of_a_layout_that_cannot_be_is_refused_and_split_query_groups_are_not_misplaced() -> None:
     with pytest.raises(LayoutError, match="by tp = 3"):
         train_storage(open_model("qwen3-8b"), TrainLayout(tp=3), 0)

@@ -106,6 +106,11 @@ def test_layers_of_a_delta_net_are_told_by_their_interval_or_one_by_one() -> Non
         ("qwen3_next", {"linear_num_value_heads": 6}, "linear_num_value_heads 6"),
         ("qwen3_next", {"num_nextn_predict_layers": 1}, "prediction layers"),
         ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "predicts 2 tokens"),
+        ("gemma4", {"attention_k_eq_v": False}, "num_global_key_value_heads"),
+        ("gemma4-shared", {"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ("gemma4-shared", {"attention_k_eq_v": True}, "attention_k_eq_v"),
+        ("gemma4-moe", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ("gemma4", {"tie_word_embeddings": False}, "head of its own"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
         ("bailing_moe_v2", {"use_qkv_bias": True}, "use_qkv_bias"),
         (

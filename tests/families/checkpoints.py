@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_COMMON},
     "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **_COMMON, **_LATENT, "num_nextn_predict_layers": 1},
+    # DeepSeek-V3's in one group, without prediction layers.
+    "kimi_k2": {"model_type": "kimi_k2", **_COMMON, **_LATENT, "n_group": 1},
     "glm4_moe": {"model_type": "glm4_moe", **_COMMON, **_GLM},
     "minimax_m2": {
         "model_type": "minimax_m2",
@@ -288,7 +290,7 @@ def write_checkpoint(
     keys = config_of(family, short=short) | dict(changes or {})
     if family == "bailing_moe_v2":
         return _write_ling(folder, keys)
-    config = AutoConfig.for_model(**published_config(keys))
+    config = AutoConfig.for_model(**published_config(keys | _BUILT_AS.get(family, {})))
     kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
     model = kind.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -296,12 +298,45 @@ def write_checkpoint(
     if published is not None:
         file = folder / "model.safetensors"
         save_file(published(load_file(file), keys), file, {"format": "pt"})
+    if family == "kimi_k2":
+        _name_kimi(folder)
     if family.startswith("nemotron_h"):
         # Published configurations have the patterns, which Bridge reads; transformers writes lists instead.
         written = json.loads((folder / "config.json").read_text())
         patterns = {key: value for key, value in keys.items() if key.endswith("hybrid_override_pattern")}
         (folder / "config.json").write_text(json.dumps(written | patterns))
     return str(folder)
+
+
+# Of which transformers has no class, but one of the same architecture.
+_BUILT_AS = {"kimi_k2": {"model_type": "deepseek_v3"}}
+
+
+def _name_kimi(folder: Path) -> None:
+    """Give a checkpoint of DeepSeek-V3's class Kimi-K2's name, with a class of its configuration beside it."""
+    file = "configuration_deepseek"
+    (folder / f"{file}.py").write_text(
+        'from transformers import DeepseekV3Config\n\n\nclass KimiK2Config(DeepseekV3Config):\n    model_type = "kimi_k2"\n'
+    )
+    named = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": f"{file}.KimiK2Config"}}
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | named))
+
+
+def know_configuration(folder: Path) -> None:
+    """Of a checkpoint that brings the class of its configuration: as with trust_remote_code, without its folder of copies."""
+    written = json.loads((folder / "config.json").read_text())
+    if "auto_map" not in written:
+        return
+    from transformers import AutoConfig
+
+    file, _, name = written["auto_map"]["AutoConfig"].partition(".")
+    spec = spec_from_file_location(file, folder / f"{file}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    AutoConfig.register(written["model_type"], getattr(module, name), exist_ok=True)
 
 
 def _write_ling(folder: Path, keys: dict[str, Any]) -> str:

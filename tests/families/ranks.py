@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _world
 
 from . import mappings
 from .cases import Case, Layout
+from .checkpoints import know_configuration
 from .variants import VARIANTS
 
 # Stands in a case where a family's name does, for :mod:`.mappings`.
@@ -102,6 +103,7 @@ def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
 
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
+    know_configuration(Path(checkpoint))
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
     provider = bridge.to_megatron_provider(load_weights=False)
     vpp = layout.vpp if layout.vpp > 1 else None

@@ -22,6 +22,7 @@ from rlrefit.recipes.plan.catalog import (
     bundled_models,
     open_model,
 )
+from rlrefit.recipes.plan.catalog.families import FAMILIES
 
 from .cases import CASES, Layout
 from .checkpoints import CONFIGS, config_of
@@ -46,6 +47,7 @@ _TITLES = {
     "gemma4-moe": "Gemma 4 26B-A4B (experts beside an MLP, tied)",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3 (MLA, dense first layer, shared expert, MTP)",
+    "kimi_k2": "Kimi-K2 (DeepSeek-V3 without MTP)",
     "glm4_moe": "GLM-4.5 (QKV biases, dense first layer, shared expert, MTP)",
     "glm4_moe_lite": "GLM-4.7-Flash (MLA, dense first layer, shared expert, MTP)",
     "glm_moe_dsa": "GLM-5 (MLA, DeepSeek's sparse attention with its indexer)",
@@ -233,7 +235,8 @@ def _true_of(family: str, engine: Engine) -> str:
     shares = sorted(
         true_share(name, engine, alone=alone) for name, alone in found.items() if not _lacks(engine, name)
     )
-    return " to ".join(dict.fromkeys(map(_percent, shares[:1] + shares[-1:]))) or "not in the catalogue"
+    none = "none bundled" if CONFIGS[family]["model_type"] in FAMILIES else "not in the catalogue"
+    return " to ".join(dict.fromkeys(map(_percent, shares[:1] + shares[-1:]))) or none
 
 
 def _true(name: str, engine: Engine) -> str:

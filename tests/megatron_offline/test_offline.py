@@ -45,6 +45,9 @@ PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
     "llama, one rank": ("llama", TrainLayout(), 0),
     "experts of one tensor, images, MTP": ("qwen3_5_moe", TrainLayout(tp=2, pp=2, ep=4), 7),
     "transformers' own image encoder": ("gemma3", TrainLayout(tp=2, pp=2), 1),
+    "keys that are values": ("gemma4", TrainLayout(tp=2), 1),
+    "keys of layers before": ("gemma4-shared", TrainLayout(tp=2), 1),
+    "experts beside an MLP": ("gemma4-moe", TrainLayout(tp=2, pp=2, ep=4), 7),
     "a model as large as it is": ("qwen3-30b-a3b", TrainLayout(tp=2, ep=8, dp=4), 5),
 }
 _FIELDS = {

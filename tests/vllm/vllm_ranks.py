@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_refit import refit
 
+from tests.families.checkpoints import know_configuration
 from tests.vllm_cpu import accept_experts_without_gates
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Case:
         packed: float32, linear weights packed for oneDNN as vLLM does without the plug-in.
         family: all of the model is poisoned before each refit, so that it must have no padding, which refits leave alone;
             and one more refit brings all through the loader.
+        flashinfer: unquantized experts are held as on a GPU of Hopper's that has FlashInfer; nothing can be computed with them.
         more: arguments of the engine.
     """
 
@@ -55,6 +57,7 @@ class Case:
     layout: Layout = Layout()
     packed: bool = False
     family: bool = False
+    flashinfer: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -185,10 +188,22 @@ def groups_of(rank: int, case: Case) -> Iterator[None]:
         initialize_model_parallel(case.layout.tensor, case.layout.pipeline)
     _custom_ops._supports_onednn = case.packed
     _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
-    yield
+    with _experts_of_flashinfer() if case.flashinfer else nullcontext():
+        yield
     destroy_model_parallel()
     # vLLM keys this by id(model), so a later case's model could inherit the layers of a dead one.
     _model_to_pp_missing_layer_names.clear()
+
+
+@contextmanager
+def _experts_of_flashinfer() -> Iterator[None]:
+    """vLLM chooses FlashInfer's CUTLASS for them, whose loading and processing is vLLM's own code."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
+    from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+
+    chosen = module.UnquantizedMoeBackend.FLASHINFER_CUTLASS, FlashInferExperts
+    with patch.object(module, "select_unquantized_moe_backend", lambda moe_config: chosen):
+        yield
 
 
 def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult | str]:
@@ -229,7 +244,7 @@ def _know_architecture(path: str) -> None:
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
     written = json.loads((Path(path) / "config.json").read_text())
-    _know_configuration(Path(path), written)
+    know_configuration(Path(path))
     [name] = written["architectures"]
     ModelRegistry.models.setdefault(name, _LazyRegisteredModel(_INNER.get(name, ""), name))
     _know_class(name)
@@ -240,21 +255,6 @@ def _know_class(name: str) -> None:
 
     known = ModelRegistry.models[name]
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
-
-
-def _know_configuration(folder: Path, written: dict[str, Any]) -> None:
-    """Of a checkpoint that brings the class of its configuration: as with trust_remote_code, without its folder of copies."""
-    if "auto_map" not in written:
-        return
-    from transformers import AutoConfig
-
-    file, _, name = written["auto_map"]["AutoConfig"].partition(".")
-    spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    AutoConfig.register(written["model_type"], getattr(module, name), exist_ok=True)
 
 
 def _one_case(case: Case) -> RankResult | str:

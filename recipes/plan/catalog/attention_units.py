@@ -29,6 +29,7 @@ class QueryKeyValue:
             Megatron the gates of a group follow its heads.
         joined: the checkpoint has one weight ``[queries; keys; values]`` of the name ``{prefix}{joined}.{kind}``; empty
             for one each.
+        keys_as_values: the checkpoint has no values. Megatron fills their rows, and vLLM has the keys there once more.
     """
 
     prefix: str
@@ -41,9 +42,11 @@ class QueryKeyValue:
     columns: int | None
     gated: bool = False
     joined: str = ""
+    keys_as_values: bool = False
 
     def weights(self) -> Iterator[Weight]:
-        yield from dict.fromkeys(weight for weight, _ in self._places())
+        own = self._places()[:2] if self.keys_as_values else self._places()
+        yield from dict.fromkeys(weight for weight, _ in own)
 
     def train(self, place: Place) -> Iterator[Param]:
         tp = place.tp
@@ -56,9 +59,14 @@ class QueryKeyValue:
         parts: list[Part] = []
         row = 0
         for group in range(*tp.cut(self.groups)):
-            for (weight, first), start, rows in self._of_group(group):
+            *queries_and_keys, value = self._of_group(group)
+            for (weight, first), start, rows in queries_and_keys:
                 parts.append(self._part(weight, first + start, rows, row))
                 row += rows
+            (weight, first), start, rows = value
+            if not self.keys_as_values:
+                parts.append(self._part(weight, first + start, rows, row))
+            row += rows
         yield Param(self.megatron, shape, place.dtype, tuple(parts))
 
     def gen(self, place: Place) -> Iterator[Param]:
@@ -66,12 +74,25 @@ class QueryKeyValue:
         shared = _among(tp, self.groups)
         parts: list[Part] = []
         row = 0
-        cuts = zip(self._places(), self._rows(), (tp, shared, shared), strict=True)
+        queries, keys, values = self._places()
+        cuts = zip(
+            (queries, keys, keys if self.keys_as_values else values),
+            self._rows(),
+            (tp, shared, shared),
+            strict=True,
+        )
         for (weight, first), rows, shard in cuts:
             start, stop = shard.cut(rows)
             parts.append(self._part(weight, first + start, stop - start, row))
             row += stop - start
-        yield Param(self.vllm, (row, *self._tail), place.dtype, tuple(parts))
+        travelling = 2 if self.keys_as_values else 3
+        yield Param(
+            self.vllm,
+            (row, *self._tail),
+            place.dtype,
+            tuple(parts[:travelling]),
+            copies=tuple(parts[travelling:]),
+        )
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         yield Division(f"the query heads of {self._names()[0]}", self.heads, "tp")

@@ -181,24 +181,16 @@ _Matrix = tuple[Weight, Box]
 
 
 @dataclass(frozen=True)
-class JoinedExperts:
+class JoinedExperts(_Routed):
     """All experts in one checkpoint tensor, gates before ups: ``[count, 2 * inner, outer]`` and ``[count, outer, inner]``.
 
-    Megatron has a parameter for each expert, vLLM one for all of a rank's, as of :class:`Experts`.
+    Megatron has a parameter for each expert, vLLM one for all of a rank's, as of :class:`Experts`. Their names in the checkpoint are
+    ``{prefix}{gate_up,down}_proj``.
 
     Attributes:
-        prefix: of the Hugging Face names ``{prefix}{gate_up,down}_proj``, of Megatron's ``linear_fc{1,2}.weight{expert}``
-            and of vLLM's ``w13_weight`` and ``w2_weight``.
-        count: experts.
-        inner: rows of gate and up.
-        outer: columns of gate and up.
         turned: the checkpoint has each matrix the other way round.
     """
 
-    prefix: str
-    count: int
-    inner: int
-    outer: int
     turned: bool = False
 
     def weights(self) -> Iterator[Weight]:
@@ -219,11 +211,11 @@ class JoinedExperts:
                 self._part(box, (None, half, every)) for box, half in zip((gate, up), halves, strict=True)
             )
             yield Param(
-                f"{self.prefix}linear_fc1.weight{expert}", (2 * height, self.outer), place.dtype, wide
+                f"{self.megatron}linear_fc1.weight{expert}", (2 * height, self.outer), place.dtype, wide
             )
             narrow = self._part(down, (None, every, every))
             yield Param(
-                f"{self.prefix}linear_fc2.weight{expert}", (self.outer, height), place.dtype, (narrow,)
+                f"{self.megatron}linear_fc2.weight{expert}", (self.outer, height), place.dtype, (narrow,)
             )
 
     def gen(self, place: Place) -> Iterator[Param]:
@@ -239,8 +231,8 @@ class JoinedExperts:
             w13.append(self._part(up, (own, slice(height, 2 * height), columns)))
             w2.append(self._part(down, (own, columns, slice(0, height))))
         count = last - first
-        yield Param(f"{self.prefix}w13_weight", (count, 2 * height, self.outer), place.dtype, tuple(w13))
-        yield Param(f"{self.prefix}w2_weight", (count, self.outer, height), place.dtype, tuple(w2))
+        yield Param(f"{self.vllm}w13_weight", (count, 2 * height, self.outer), place.dtype, tuple(w13))
+        yield Param(f"{self.vllm}w2_weight", (count, self.outer, height), place.dtype, tuple(w2))
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         yield Division(f"the experts of {self.prefix}*", self.count, "ep")

@@ -13,6 +13,7 @@ import torch
 
 from .attention_units import NormOverHeads, QueryKeyValue
 from .expert_units import Experts, JoinedExperts, StackedExperts
+from .gemma4 import gemma4_text
 from .image_encoders import gemma3_encoder, qwen2_5_encoder, qwen3_encoder
 from .nemotron_h import nemotron_h
 from .qwen3_next import qwen3_5, qwen3_next
@@ -117,9 +118,9 @@ def _qwen3_vl(config: Config) -> Architecture:
 
 def _qwen3_vl_moe(config: Config) -> Architecture:
     text = language_model(config)
-    routed = JoinedExperts(
-        "mlp.experts.", text["num_experts"], text["moe_intermediate_size"], text["hidden_size"], turned=True
-    )
+    prefix = "mlp.experts."
+    sizes = text["num_experts"], text["moe_intermediate_size"], text["hidden_size"]
+    routed = JoinedExperts(prefix, prefix, prefix, *sizes, turned=True)
     return _with_encoder(_qwen3_sparse(text, routed, **_INSIDE), qwen3_encoder(config["vision_config"]))
 
 
@@ -434,6 +435,7 @@ _FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "mistral": _llama,
     "gemma2": _gemma,
     "gemma3_text": _gemma3,
+    "gemma4_text": gemma4_text,
     "minimax_m2": _minimax_m2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

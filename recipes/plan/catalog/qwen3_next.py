@@ -81,7 +81,7 @@ def _with_experts(config: Config, *, joined: bool) -> tuple[Unit, ...]:
     return (
         norm("post_attention_layernorm", "pre_mlp_layernorm.weight", hidden),
         router("mlp.gate.weight", "mlp.router.weight", (experts, hidden)),
-        JoinedExperts(prefix, experts, inner, hidden)
+        JoinedExperts(prefix, prefix, prefix, experts, inner, hidden)
         if joined
         else Experts(prefix, prefix, prefix, experts, inner, hidden),
         *gated_mlp(

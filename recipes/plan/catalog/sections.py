@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .attention_units import QueryKeyValue
-from .units import ROUTER, Matrix, Stacked, Unit, Vocabulary
+from .units import ROUTER, Matrix, Padding, Stacked, Unit, Vocabulary
 
 Config = Mapping[str, Any]
 # The first, the last or every pipeline stage, the stage of a layer, or no stage of that side.
@@ -50,10 +50,14 @@ class Architecture:
     Attributes:
         sections: all weights.
         layers: number of layers that pipeline stages share.
+        pipelined: whether Megatron-Bridge builds it on several pipeline stages.
+        sharing: layers that take keys and values of another one, and that one; vLLM has both on one stage.
     """
 
     sections: tuple[Section, ...]
     layers: int
+    pipelined: bool = True
+    sharing: tuple[tuple[int, int], ...] = ()
 
 
 def norm(hf: str, megatron: str, size: int) -> Matrix:
@@ -183,19 +187,23 @@ def decoder(
     vllm_embedding: str = "embed_tokens",
     on_every_stage: bool = False,
     copied_to: int | None = None,
+    padding: Padding = "ranks",
 ) -> list[Section]:
     """The sections around the layers, and the layers.
 
     ``inside``: what stands before Megatron's and vLLM's names, where the language model is a part of a larger one.
     ``on_every_stage``: vLLM's model holds embedding, last norm and head on all pipeline stages, used or not.
     ``copied_to``: number of the prediction layer beside which Bridge exports the embedding and the head once more.
+    ``padding``: of the vocabulary in Megatron, as of :class:`Vocabulary`.
     """
     first: Stage = "every" if on_every_stage else "first"
     final: Stage = "every" if on_every_stage else "last"
     rows, hidden = config["vocab_size"], config["hidden_size"]
     tied = bool(config.get("tie_word_embeddings", False))
     words, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    embed = Vocabulary(f"{embedding}.weight", words, f"{vllm_embedding}.weight", rows, hidden)
+    embed = Vocabulary(
+        f"{embedding}.weight", words, f"{vllm_embedding}.weight", rows, hidden, padding=padding
+    )
     head = Vocabulary("lm_head.weight", output, "lm_head.weight", rows, hidden)
     if copied_to is not None:
         told = "made of {} by Bridge's export, and no part of {}"

@@ -32,13 +32,28 @@ def violations(model: Model, layout: Layout) -> list[str]:
     found = layout.violations()
     if found:
         return found
+    side = _side(layout)
     try:
-        layout.stage_layers(model.architecture.layers)
+        stages = layout.stage_layers(model.architecture.layers)
     except LayoutError as error:
         found.append(str(error))
-    side = _side(layout)
+    else:
+        cut = [
+            pair
+            for pair in model.architecture.sharing
+            if not any(set(pair) <= set(stage) for stage in stages)
+        ]
+        if side == "gen" and cut:
+            found.append(
+                f"gen: layer {cut[0][0]} takes keys and values of layer {cut[0][1]}, which vLLM would have on another pipeline stage; give "
+                "a smaller pp"
+            )
     if side == "fsdp":
         return found + _unknown_to_fsdp(model)
+    if side == "train" and layout.pp > 1 and not model.architecture.pipelined:
+        found.append(
+            f"train: Megatron-Bridge builds a {model.config.get('model_type')} model of this kind on one pipeline stage alone; give pp = 1"
+        )
     at = layout.coordinates(0)
     sizes: dict[Mesh, int] = {"tp": at.tp.size, "etp": at.etp.size, "ep": at.ep.size}
     sections = model.architecture.sections

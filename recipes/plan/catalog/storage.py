@@ -53,6 +53,7 @@ class Param:
             or no rule places it.
         refused: Hugging Face weights that the parameter holds a part of and no rule places.
         reason: why; empty if ``refused`` is.
+        copies: where an engine has a box of ``parts`` once more, which travels once.
     """
 
     name: str
@@ -61,12 +62,13 @@ class Param:
     parts: tuple[Part, ...] = ()
     refused: tuple[str, ...] = ()
     reason: str = ""
+    copies: tuple[Part, ...] = ()
 
     def under(self, own: str, weights: str) -> Param:
         """The same parameter of another layer: ``own`` is put before its name, ``weights`` before the weights'."""
-        return replace(
-            self,
-            name=own + self.name,
-            parts=tuple(replace(part, name=weights + part.name) for part in self.parts),
-            refused=tuple(weights + name for name in self.refused),
+        parts, copies = (
+            tuple(replace(part, name=weights + part.name) for part in found)
+            for found in (self.parts, self.copies)
         )
+        refused = tuple(weights + name for name in self.refused)
+        return replace(self, name=own + self.name, parts=parts, refused=refused, copies=copies)

@@ -22,6 +22,8 @@ _VLLM_VOCABULARY_MULTIPLE = 64
 ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 
 Mesh = Literal["tp", "etp", "ep"]
+# To what a trainer pads the rows of a vocabulary: a multiple of each rank's, one of all ranks', or not at all.
+Padding = Literal["ranks", "all", "none"]
 
 
 class Shard(NamedTuple):
@@ -145,6 +147,7 @@ class Vocabulary:
         hf: Hugging Face name; empty for Megatron's second copy of a tied embedding, which Bridge does not export.
         copies: names under which Bridge exports it once more, which is nothing that a rule places.
         copied: why.
+        padding: of the rows in Megatron.
     """
 
     hf: str
@@ -154,6 +157,7 @@ class Vocabulary:
     columns: int
     copies: tuple[str, ...] = ()
     copied: str = ""
+    padding: Padding = "ranks"
 
     def weights(self) -> Iterator[Weight]:
         for name in (self.hf, *self.copies):
@@ -161,14 +165,23 @@ class Vocabulary:
                 yield Weight(name, (self.rows, self.columns))
 
     def train(self, place: Place) -> Iterator[Param]:
-        param = self._param(self.megatron, place, place.vocabulary_multiple * place.tp.size)
+        multiples = {
+            "ranks": place.vocabulary_multiple * place.tp.size,
+            "all": place.vocabulary_multiple,
+            "none": 1,
+        }
+        param = self._param(self.megatron, place, multiples[self.padding])
         yield replace(param, refused=self.copies, reason=self.copied)
 
     def gen(self, place: Place) -> Iterator[Param]:
         yield self._param(self.vllm, place, _VLLM_VOCABULARY_MULTIPLE)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        return iter(())
+        if self.padding != "ranks" and self.hf:
+            # Of the rows as they are: padding to a multiple of all ranks' need not make them divisible.
+            yield Division(
+                f"the vocabulary of {self.hf}, which is not padded for each rank,", self.rows, "tp"
+            )
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         if self.hf:  # a copy is cut as the embedding is

@@ -1,14 +1,14 @@
-"""Experts that vLLM packs for a kernel after loading them: where their elements are then, found out by vLLM's own code.
+"""Experts that vLLM rearranges for a kernel after loading them: where their elements are then, found out by vLLM's own code.
 
 The step after loading is run on other weights of the same shapes, with nothing of the live module changed
 (:mod:`rlrefit.integration.layout.rearrangement`). A step that does more than to put elements elsewhere, quantize them say, is
-refused with the reason.
+refused with the reason. Kernels for CPUs pack experts in tiles, and FlashInfer's CUTLASS has gate and up change places.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,16 +19,20 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from ....integration.layout.rearrangement import NotRearranged, Rearrangement, recover
 from .compat import kind_of
-from .layouts import CPU_EXPERTS, FUSED_MOE, UNQUANTIZED_EXPERTS
+from .layouts import CPU_EXPERTS, FUSED_MOE, UNQUANTIZED_EXPERTS, known_kernel
+from .reload import tensors_of_kernel
 
-# Kernels that compute with the layer's parameters alone: of vLLM up to 0.26, and of 0.32.
-_KERNELS = (
+# Kernels for CPUs that compute with the layer's parameters alone: of vLLM up to 0.26, and of 0.32.
+_ON_CPUS = (
     CPU_EXPERTS,
     f"{FUSED_MOE}.experts.cpu_moe.CPUUnquantizedExperts",
     f"{FUSED_MOE}.experts.cpu_moe.X86CPUUnquantizedExperts",
 )
 # Of these kernels, the packings that have been run. Others (of ARM, POWER, RISC-V) take the misc path.
 _PACKINGS = ("vec", "amx")
+# The one for GPUs whose step needs no code of FlashInfer's, by its name and by that of its UnquantizedMoeBackend.
+_FLASHINFER = f"{FUSED_MOE}.experts.flashinfer_cutlass_moe.FlashInferExperts"
+_CUTLASS = "FLASHINFER_CUTLASS"
 
 _Strided = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -52,7 +56,7 @@ class KernelLayouts:
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self._vllm_config = vllm_config
         self._device = device
-        self._known: dict[tuple[Any, ...], _Processed] = {}
+        self._known: dict[Hashable, _Processed | str] = {}
 
     def of(self, live: nn.Module, twin: nn.Module) -> dict[str, Rearrangement] | None:
         """By parameter, where vLLM put those elements of a module that are not where they were loaded.
@@ -71,10 +75,8 @@ class KernelLayouts:
         if kernel is None:
             return None
         loaded = {name: (tuple(p.shape), p.dtype) for name, p in twin.named_parameters(recurse=False)}
-        kind = kind_of(kernel), kernel.isa, *loaded.items()
-        if kind not in self._known:
-            self._known[kind] = self._found_out(live, loaded)
-        known = self._known[kind]
+        key = *kernel, *loaded.items()
+        known = asked_once(self._known, key, lambda: self._found_out(live, loaded))
         if known.layout != _strided(live._parameters, loaded):
             raise NotRearranged("other weights of these shapes do not become what the live ones are")
         return known.rearranged
@@ -100,7 +102,56 @@ class KernelLayouts:
         method = apart(live.quant_method)
         # vLLM from 0.32 on packs experts as it makes their kernel, and makes none where there is one.
         method.moe_kernel = None
-        return held(processed(live, method, given, self._vllm_config, self._device))
+        module = processed(live, method, given, self._vllm_config, self._device)
+        require_none_beside(live, module)
+        return held(module)
+
+
+def asked_once[Found](known: dict[Hashable, Found | str], key: Hashable, find: Callable[[], Found]) -> Found:
+    """What was found out about a kind of layer, or is now.
+
+    Args:
+        known: what is known by kind, or why nothing is: not the error, whose traceback would keep the tensors that were asked with.
+        key: the kind.
+        find: finds it out.
+
+    Raises:
+        NotRearranged: nothing can be, now as before; says why.
+    """
+    if key not in known:
+        try:
+            known[key] = find()
+        except NotRearranged as reason:
+            known[key] = str(reason)
+        except torch.OutOfMemoryError:
+            known[key] = (
+                "the device has too little memory left to find out what vLLM makes of it: several times that of one such layer; "
+                "start vLLM with a lower gpu_memory_utilization"
+            )
+    found = known[key]
+    if isinstance(found, str):
+        raise NotRearranged(found)
+    return found
+
+
+def require_none_beside(live: nn.Module, made: nn.Module, known: str = "") -> None:
+    """Check that vLLM's step gave a copy of a layer no other tensor beside its parameters.
+
+    Args:
+        live: the layer.
+        made: its copy, after the step.
+        known: the name of one that it may have.
+
+    Raises:
+        NotRearranged: it has one, which may be made of the weights.
+    """
+    beside = {
+        name
+        for name, value in (*vars(made).items(), *made._buffers.items())
+        if isinstance(value, torch.Tensor) and value is not vars(live).get(name, live._buffers.get(name))
+    }
+    if unknown := beside - {known}:
+        raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
 
 
 def processed(
@@ -158,16 +209,32 @@ def _strided(tensors: Mapping[str, torch.Tensor | None], names: Mapping[str, Any
     return {name: (tuple(t.shape), t.stride()) for name, t in found if t is not None}
 
 
-def _kernel(live: nn.Module) -> Any:
-    """What computes with a module's experts, if they are unquantized and it is one of those; else None."""
-    method = getattr(live, "quant_method", None)
+def _kernel(live: nn.Module) -> tuple[Hashable, ...] | None:
+    """What tells the step after loading of a module's experts from others, if they are unquantized and it is one of those; else None.
+
+    Raises:
+        NotRearranged: it is one of those, but what computes with the experts is not the parameters alone.
+    """
+    method: Any = getattr(live, "quant_method", None)
     if kind_of(method) != UNQUANTIZED_EXPERTS:
         return None
     later = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    if kind_of(later) == _FLASHINFER and method.unquantized_backend.name == _CUTLASS:
+        return _flashinfer(live, method)
     kernel = getattr(method, "cpu_fused_moe", None) if later is None else later
     runs = (
-        kind_of(kernel) in _KERNELS
+        kind_of(kernel) in _ON_CPUS
         and kernel.isa in _PACKINGS
         and not getattr(kernel, "_use_zentorch", False)
     )
-    return kernel if runs else None
+    return (kind_of(kernel), kernel.isa) if runs else None
+
+
+def _flashinfer(live: nn.Module, method: Any) -> tuple[Hashable, ...]:
+    """As :func:`_kernel`, of FlashInfer's CUTLASS."""
+    known_kernel(_FLASHINFER, _FLASHINFER, "them", live, method.moe)
+    own = {parameter.untyped_storage()._cdata for parameter in live.parameters(recurse=False)}
+    for name, tensor in tensors_of_kernel(method.moe_kernel, method.moe_quant_config).items():
+        if tensor.untyped_storage()._cdata not in own:
+            raise NotRearranged(f"its kernel computes with {name}, which no refit brings")
+    return _FLASHINFER, method.moe.is_act_and_mul

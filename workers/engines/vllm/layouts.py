@@ -33,7 +33,7 @@ CPU_EXPERTS = f"{FUSED_MOE}.cpu_fused_moe.CPUFusedMOE"
 # The one that kernels inherit, which does nothing.
 _NO_PACKING = "FusedMoEExperts.process_weights_after_loading"
 # Of vLLM's UnquantizedMoeBackend, those whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as
-# they are.
+# they are. What others make of them is found out by KernelLayouts, or it is not.
 _PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 

@@ -13,7 +13,7 @@ becomes of their tensors. What is common to them:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from ....integration.layout.codes import Codes, find_codes, tiled
 from ....integration.layout.rearrangement import NotRearranged
 from .completeness import unused_of
 from .int4 import Int4Layers
-from .kernel_layouts import apart, held, processed
+from .kernel_layouts import apart, asked_once, held, processed, require_none_beside
 from .mxfp4 import Mxfp4
 from .mxfp8 import Mxfp8Layers
 from .nvfp4 import Nvfp4
@@ -116,8 +116,7 @@ class PackedLayers:
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self._vllm_config = vllm_config
         self._device = device
-        # The form, or why there is none: not the error, whose traceback would keep the tensors that were asked with.
-        self._known: dict[tuple[Any, ...], PackedForm | str] = {}
+        self._known: dict[Hashable, PackedForm | str] = {}
 
     def of(self, live: nn.Module, twin: nn.Module) -> PackedForm | None:
         """How a module is made of what is loaded.
@@ -147,19 +146,7 @@ class PackedLayers:
         kernel = format.kernel(live)
         loaded = {name: (tuple(p.shape), p.dtype) for name, p in twin.named_parameters(recurse=False)}
         key = kind, kernel, live.params_dtype, *loaded.items()
-        if key not in self._known:
-            try:
-                self._known[key] = self._found_out(live, twin, loaded, kernel, format)
-            except NotRearranged as reason:
-                self._known[key] = str(reason)
-            except torch.OutOfMemoryError:
-                self._known[key] = (
-                    "the device has too little memory left to find out what vLLM makes of it: several times that of one such layer; "
-                    "start vLLM with a lower gpu_memory_utilization"
-                )
-        known = self._known[key]
-        if isinstance(known, str):
-            raise NotRearranged(known)
+        known = asked_once(self._known, key, lambda: self._found_out(live, twin, loaded, kernel, format))
         if known.held != _strided(held(live)):
             raise NotRearranged("other weights of these shapes do not become what the live ones are")
         return known
@@ -257,13 +244,7 @@ class PackedLayers:
         # Under the dtype under which vLLM's own loader ran the step: MXFP8's takes scales through it.
         with set_default_torch_dtype(self._vllm_config.model_config.dtype):
             module = processed(live, method, given, self._vllm_config, self._device)
-        beside = [
-            name
-            for name, value in (*vars(module).items(), *module._buffers.items())
-            if isinstance(value, torch.Tensor) and value is not vars(live).get(name, live._buffers.get(name))
-        ]
-        if unknown := set(beside) - {_WORKSPACE}:
-            raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
+        require_none_beside(live, module, _WORKSPACE)
         made = held(module)
         for name, tensor in format.computed_with(module).items():
             # The live kernel may have copies of a reload of vLLM's, which KernelState keeps equal.

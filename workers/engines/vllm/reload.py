@@ -266,8 +266,8 @@ class ScopedReload:
             method: Any = module.quant_method
             # Else a reload was given up before it made one.
             if method.moe_kernel is not None or kernel is None:
-                made = _tensors_of(method.moe_kernel, method.moe_quant_config)
-                others += _follow_kernel(module, _tensors_of(kernel, config), made)
+                made = tensors_of_kernel(method.moe_kernel, method.moe_quant_config)
+                others += _follow_kernel(module, tensors_of_kernel(kernel, config), made)
             # Those of the reload compute with its tensors.
             method.moe_kernel, method.moe_quant_config = kernel, config
         if others:
@@ -309,7 +309,7 @@ def follows(module: nn.Module) -> bool:
     return type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
 
 
-def _tensors_of(kernel: Any, config: Any) -> dict[str, torch.Tensor]:
+def tensors_of_kernel(kernel: Any, config: Any) -> dict[str, torch.Tensor]:
     """What a kernel of experts computes with beside what it is given at each call, by where it is held."""
     holders = {_EXPERTS: getattr(kernel, "fused_experts", None), **getattr(config, "__dict__", {})}
     return {
