@@ -102,8 +102,8 @@ def accept_experts_without_gates() -> None:
 def multiply_by_int4() -> None:
     """Stand in for the product with INT4 weights, which vLLM's library for AVX2 has not.
 
-    It takes the order that those for AVX-512 take: the codes of 16 rows beside each other, and scales transposed. On numbers without
-    exponents of their own the results were equal to theirs bit for bit, by hand on a CPU with AVX-512.
+    It takes the order that those for AVX-512 take: the codes of 16 rows beside each other, and scales transposed. Of random numbers in
+    BF16 its results were theirs bit for bit, by hand on a CPU with AVX-512.
     """
     import torch
     from vllm import _custom_ops
