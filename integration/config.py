@@ -108,7 +108,7 @@ class RefitConfig:
         return [key for key in keys if getattr(self, key)]
 
     @property
-    def codes_on_their_way(self) -> list[str]:
+    def quantized_in_transit(self) -> list[str]:
         """Those of them by which weights become codes as they are packed, in the format of which the engine tells."""
         return [key for key in self._quantizing if key != "trainer_quantize_mxfp4"]
 

@@ -30,9 +30,10 @@ from ..weights.routing import SAY_REFIT_DTYPE
 _MODULUS = 1 << 256
 # By the key that asks for a format.
 _START_IN = {
-    "trainer_quantize_fp8": "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights",
-    "trainer_quantize_int4": "Start the engine from a checkpoint or with a configuration of compressed-tensors' INT4 weights (W4A16, "
-    "symmetric, in groups)",
+    "trainer_quantize_fp8": "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
+    "policy.refit.trainer_quantize_fp8 to false",
+    "trainer_quantize_int4": "Start vLLM from a checkpoint or with a configuration of compressed-tensors' INT4 weights (W4A16, symmetric, in "
+    "groups), or without quantization and with policy.refit.trainer_quantize_int4 at false",
 }
 # Name, full shape, box, the dtype of what travels, which is not always that of the storage, and the axes.
 _Row = tuple[str, tuple[int, ...], Box, torch.dtype, Axes | None]
@@ -141,7 +142,7 @@ def agree_on_formats[E: WeightSource | WeightDestination](
         RefitMismatch: on every rank. No engine rank stores anything in a format that was asked for, or one does in another; two
             store one weight differently; a weight can't be held in the format that its engine has.
     """
-    asked = config.codes_on_their_way
+    asked = config.quantized_in_transit
     if not asked:
         return endpoint, list(specs), {}
     world = channel.world
@@ -200,12 +201,14 @@ def _merge(
                 )
             first[indices[chosen[indices] < 0]] = rank
             chosen[indices] = number
-    stored = {format.setting: format for format in known}
+    # Those that no key asks for are told of where their tensors are.
+    stored = {format.setting: format for format in known if format.setting}
     for setting in asked:
         if setting not in stored:
+            others = [f"set policy.refit.{other} to true in its place" for other in stored]
             raise RefitMismatch(
                 f"policy.refit.{setting} is true, but no engine rank stores a weight in a format that the trainer "
-                f"makes by it; nothing was written. {_remedy(specs, setting)}",
+                f"makes by it; nothing was written. {'; or '.join([_remedy(specs, setting), *others])}",
                 stage="handshake",
                 rank=channel.world.rank,
             )
@@ -214,7 +217,8 @@ def _merge(
             index = int(np.flatnonzero(chosen == known.index(format))[0])
             raise RefitMismatch(
                 f"{channel.world.describe(int(first[index]))} stores it as {format}, which the trainer makes by "
-                f"policy.refit.{setting} alone; nothing was written. Set it to true, or start the engine without quantization",
+                f"policy.refit.{setting} alone, and other weights as {stored[asked[0]]}; nothing was written. No trainer makes both: start the "
+                "engine with one of these formats",
                 stage="handshake",
                 rank=channel.world.rank,
                 parameter=specs[index].name,
@@ -261,7 +265,7 @@ def _remedy(specs: Sequence[TensorSpec], setting: str) -> str:
     matrices = [spec for spec in specs if len(spec.shape) == 2]
     if matrices and all(spec.dtype == torch.float32 for spec in matrices):
         return f"The trainer exports it in float32, of which no blocks are made. {SAY_REFIT_DTYPE}"
-    return f"{_START_IN[setting]}, or set policy.refit.{setting} to false"
+    return _START_IN.get(setting, "Start the engine without quantization")
 
 
 def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Format]) -> list[TensorSpec]:

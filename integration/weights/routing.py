@@ -72,12 +72,17 @@ def warn_of_misc(manifest: Manifest, formats: Mapping[str, Format]) -> None:
     wide = [
         entry for entry in misc if entry.spec.dtype == torch.float32 and entry.spec.name not in of_quantized
     ]
-    off = " and ".join(sorted({f"{format.setting}=false" for format in formats.values()}))
+    # An engine with codes takes BF16 as well, if they are FP8's.
+    compared = (
+        ", or compare with trainer_quantize_fp8=false, which sends shards of BF16"
+        if any(format.setting == "trainer_quantize_fp8" for format in formats.values())
+        else ""
+    )
     _warn(
         manifest,
         cut,
         "a trainer rank's shard cuts their blocks of scales",
-        f"Choose a layout whose shards are whole blocks, or compare with {off}, which sends shards of BF16",
+        f"Choose a layout whose shards are whole blocks{compared}",
     )
     _warn(manifest, wide, "they are exported in float32, which the engine does not keep", SAY_REFIT_DTYPE)
 

@@ -102,19 +102,25 @@ def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
 def packed_experts_violations(
     config: TrainConfig, hf_config: Mapping[str, Any], lack: str
 ) -> Iterator[Violation]:
-    """Experts in NVFP4, which vLLM computes with on GPUs alone: its emulation of them is written in Triton.
+    """Experts in NVFP4 or INT4, which vLLM computes with on GPUs alone: its products of them are written in Triton and CUDA.
 
     Args:
         config: the recipe.
         hf_config: keys of config.json.
         lack: who finds no GPU, and where, for the text.
     """
-    if config.policy.qat != "off" and experts_of(hf_config) is not None:
-        yield Violation(
-            ("policy.qat", "model.path", "ray.address"),
-            f"policy.qat: {config.policy.qat}, but the model has experts, which vLLM computes in NVFP4 on GPUs alone, and {lack}; give "
-            "off, or ray.address of a cluster with some",
-        )
+    if experts_of(hf_config) is None:
+        return
+    for key, value, given, instead in (
+        ("policy.qat", config.policy.qat, config.policy.qat != "off", "off"),
+        ("generation.weight_dtype", "int4", config.generation.weight_dtype == "int4", "auto"),
+    ):
+        if given:
+            yield Violation(
+                (key, "model.path", "ray.address"),
+                f"{key}: {value}, but the model has experts, which vLLM computes so on GPUs alone, and {lack}; give {instead}, or "
+                "ray.address of a cluster with some",
+            )
 
 
 def experts_of(hf_config: Mapping[str, Any]) -> int | None:
@@ -146,6 +152,32 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
             f"checked and planned: {'; '.join(differences)}. Give the model that it is of, or null",
         )
     ]
+
+
+def _int4_violations(
+    config: TrainConfig, hf_config: Mapping[str, Any], text: Mapping[str, Any]
+) -> Iterator[Violation]:
+    """Of an engine in INT4: encoders, and shards that cut groups of a row, which vLLM refuses or, of experts, may compute wrongly with."""
+    stored, group = "generation.weight_dtype", config.generation.weight_group
+    if text is not hf_config:
+        yield Violation(
+            (stored, "model.path"), f"{stored}: int4, but only models of text alone have run so; give auto"
+        )
+    parts = config.generation.tensor_parallel
+    of_experts = 1 if config.generation.vllm.enable_expert_parallel else parts
+    for name, size in (
+        ("hidden_size", 1),
+        ("intermediate_size", parts),
+        ("moe_intermediate_size", of_experts),
+    ):
+        total = text.get(name)
+        if isinstance(total, int) and total % size == 0 and total // size % group:
+            yield Violation(
+                ("generation.weight_group", "generation.tensor_parallel", "model.path"),
+                f"generation.weight_group: {group}, but a rank of the engine has {total // size} of {name} {total}, which cuts groups that "
+                "share a scale; give a smaller group or another generation.tensor_parallel, or of experts "
+                "generation.vllm.enable_expert_parallel=true",
+            )
 
 
 def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
@@ -232,6 +264,8 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 "BF16, or auto",
             )
         )
+    if config.generation.weight_dtype == "int4":
+        found += _int4_violations(config, hf_config, text)
     if config.generation.weight_dtype == "mxfp4":
         for wrong, problem in (
             (text.get("model_type") != "gpt_oss", "only GPT-OSS's experts are packed so; give auto"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...integration.quantize.int4 import GROUPS
 from .errors import Violation
-from .schema import TrainConfig
+from .schema import GenerationConfig, TrainConfig
 
 
 def weight_dtype_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
@@ -114,6 +114,10 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             f"{GROUPS[-1]}",
         )
     if not int4:
+        if config.generation.weight_group != GenerationConfig.weight_group and stored not in bad:
+            yield Violation(
+                (group, stored), f"{group}: it is of {stored}=int4 alone; give that, or leave it out"
+            )
         return
     for other, wrong, why in (
         (key, not quantizes, "vLLM makes no such weights itself; give true"),

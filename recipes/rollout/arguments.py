@@ -54,8 +54,8 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     plain = generation.weight_dtype == "auto" and config.policy.qat == "off"
     if hf_config is not None and _has_plain_experts(hf_config) and plain:
-        # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and TRT-LLM's
-        # so that no refit can write them in place.
+        # vLLM may take FlashInfer's kernels where it finds them. They rearrange the experts while loading, and TRT-LLM's so that no
+        # refit can write them in place.
         arguments["moe_backend"] = "triton"
     if generation.weight_dtype in ("fp8", "mxfp8") and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
@@ -68,7 +68,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
             "moe_backend": "marlin",
         }
     if generation.weight_dtype == "int4":
-        # As FP8's. Experts by Marlin alone have an order that refits make.
+        # As FP8's. On Blackwell vLLM may take FlashInfer's experts, whose order no refit makes; 0.21 has no choice by this argument.
         arguments |= {
             "hf_overrides": {"quantization_config": int4(generation.weight_group)},
             "load_format": "dummy",

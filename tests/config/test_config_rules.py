@@ -70,7 +70,8 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
             "give generation.weight_dtype=mxfp4",
         ),
         ({"policy.refit.trainer_quantize_int4": True}, "give generation.weight_dtype=int4"),
-        (VLLM | {"generation.weight_group": 16}, "give 32, 64 or 128"),
+        (INT4 | {"generation.weight_group": 16}, "give 32, 64 or 128"),
+        (VLLM | {"generation.weight_group": 64}, "of generation.weight_dtype=int4 alone"),
         (MXFP4 | QUANTIZES, "give generation.weight_dtype=fp8"),
         (LORA | MXFP4 | ALONE, "weight_dtype mxfp4 takes from the trainer"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
@@ -293,6 +294,7 @@ DENSE = {
     "max_position_embeddings": 64,
 }
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
+WIDE = {**MOE, "intermediate_size": 256, "moe_intermediate_size": 192}
 OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8}
 SEEING = {"model_type": "vlm", "text_config": DENSE}
 
@@ -319,6 +321,12 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         ({"generation.max_new_tokens": 60}, DENSE, "shorten either by 12"),
         (MEGATRON_LORA | ALONE, MOE, "transformers keeps experts in one tensor"),
         (MEGATRON_LORA | VLLM | ALONE, MOE, ""),
+        (INT4, DENSE, ""),
+        (INT4, SEEING, "text alone"),
+        (INT4 | {"generation.weight_group": 32}, MOE, "48 of moe_intermediate_size"),
+        (INT4 | {"generation.tensor_parallel": 2}, DENSE, "48 of intermediate_size"),
+        (INT4 | {"generation.tensor_parallel": 4, "generation.vllm.enable_expert_parallel": True}, WIDE, ""),
+        (INT4 | {"generation.tensor_parallel": 4}, WIDE, "48 of moe_intermediate_size"),
         (MXFP4, MOE, "only GPT-OSS's experts"),
         (MXFP4, OSS, ""),
         (MXFP4, OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "a copy in BF16"),

@@ -14,7 +14,7 @@ from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.quantize import blocks
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxfp8
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxfp8, Nvfp4
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name, wire_specs
@@ -306,6 +306,7 @@ UNMATCHED: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]], str
     "FP32": (fp32_sources, lambda: telling({"row.weight": FP8}), "refit_dtype"),
     "no matrix": (sources, lambda: telling({"norm.weight": FP8}), "norm.weight"),
     "another key's format": (sources, lambda: wanted({"row.weight": INT4}, whole), "trainer_quantize_fp8"),
+    "a format of no key": (sources, lambda: telling({"row.weight": Nvfp4()}), "no engine rank"),
     "two keys' formats": (
         sources,
         lambda: wanted({"row.weight": INT4, "cut.weight": FP8}, whole),

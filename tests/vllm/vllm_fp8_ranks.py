@@ -24,6 +24,7 @@ from vllm_mxfp8 import choose_mxfp8_kernel
 from vllm_ranks import Case, Layout, Tensors, groups_of, loaded, reload_by_vllm
 from vllm_refit import refit
 
+from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -183,10 +184,15 @@ def write_int4_case(
     experts: bool = False,
     biases: bool = False,
     ranks: int = 2,
+    width: int = _EXPERTS["moe_intermediate_size"],
 ) -> Fp8Case:
-    """Two models in BF16 and in INT4, for two ranks of TP, or two stages of one rank each."""
+    """Two models in BF16 and in INT4, for two ranks of TP, or two stages of one rank each; ``width`` is that of experts."""
     shape = _SHAPE | {"num_hidden_layers": 3 - ranks}
-    config: Any = Qwen3MoeConfig(**shape, **_EXPERTS) if experts else Qwen3Config(**shape)
+    config: Any = (
+        Qwen3MoeConfig(**shape, **_EXPERTS | {"moe_intermediate_size": width})
+        if experts
+        else Qwen3Config(**shape)
+    )
     if biases:
         config = Qwen2Config(**{key: value for key, value in shape.items() if key != "head_dim"})
     layout = Layout(tensor=2) if ranks == 2 else Layout(pipeline=2)
@@ -226,6 +232,20 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
                 choose_kernels(rearranged=case.rearranged)
             results.append(_one_case(rank, case))
     return results
+
+
+def refit_int4_but(rank: int, cases: list[Fp8Case], cut: Fp8Case) -> tuple[list[Fp8Result], str]:
+    """As :func:`refit_fp8`; and with which error an engine ends whose experts' shards cut groups."""
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    results = refit_fp8(rank, cases)
+    with groups_of(rank, cut.served):
+        choose_int4_kernel(cut.kernel)
+        try:
+            VllmDestination(*loaded(cut.served), torch.device("cpu"))
+        except (RefitError, ValueError) as error:
+            return results, f"{type(error).__name__}: {error}"
+    return results, ""
 
 
 def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Result]:

@@ -198,7 +198,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         asked = _plain(specs), blocks
         if self._asked != asked:
             with self._built_twin() as twin:
-                trace = self._trace_numbers(twin, asked[0])
+                trace = self._trace_unquantized(twin, asked[0])
             self._promised = formats_of(specs, trace, blocks)
             self.agree(on_the_wire(specs, self._promised))
             self._asked, self._answer = asked, dict(self._promised)
@@ -361,7 +361,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
         return trace_loader(twin.load_weights, loadable, manifest).without(self._held_by_others(twin))
 
-    def _trace_numbers(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+    def _trace_unquantized(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         """The same of weights none of which is quantized, whatever the engine holds."""
         return self._trace(twin, manifest)
 

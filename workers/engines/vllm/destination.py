@@ -38,7 +38,7 @@ from .completeness import absent_elements, check_complete, unused_parameters
 from .copies import Copies, require_read_hooks
 from .drafters import check_follows
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
-from .int4 import int4_modules, require_packed, taking_numbers
+from .int4 import accepting_unquantized, check_groups, int4_modules, require_packed
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
 from .mxfp4 import check_experts
@@ -211,13 +211,13 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         self._copies.compare(twin)
-        with taking_numbers(twin, int4_modules(self._model)) as taken:
+        with accepting_unquantized(twin, int4_modules(self._model)) as taken:
             trace = super()._trace(twin, manifest)
         require_packed(trace, manifest, taken)
         return trace.without(taken)
 
-    def _trace_numbers(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
-        with taking_numbers(twin, int4_modules(self._model)):
+    def _trace_unquantized(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        with accepting_unquantized(twin, int4_modules(self._model)):
             return super()._trace(twin, manifest)
 
     def _blocks(self) -> dict[str, HoldsCodes]:
@@ -380,6 +380,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
         require_supported_vllm(FP8)
     if int4_modules(model):
         require_supported_vllm(INT4)
+        check_groups(model)
 
 
 def _shares_cache(settings: object) -> bool:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....integration.errors import PlanError
+from ....integration.errors import PlanError, RefitError
 from ....integration.layout.codes import Bytes, Codes, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize import int4
 from ....integration.quantize.formats import Int4
 from ....integration.weights.manifest import dtype_name
+from ....integration.weights.routing import SAY_REFIT_DTYPE
 from ..common.loader_trace.trace import LoaderTrace, Manifest
 from .compat import WNA16_EXPERTS, WNA16_LINEAR, WNA16_MARLIN_EXPERTS, kind_of
 from .layouts import known_kernel
@@ -46,6 +47,7 @@ _LINEAR_KERNELS = {
 _MACHETE = f"{_KERNELS}.machete.MacheteLinearKernel"
 _EXPERT_BACKENDS = {"MARLIN": _MARLIN, "TRITON": _TRITON}
 _SCALES = {"weight_packed": "weight_scale"}
+_EXPERTS = (WNA16_EXPERTS, WNA16_MARLIN_EXPERTS)
 _SCALES_OF_EXPERTS = {"w13_weight_packed": "w13_weight_scale", "w2_weight_packed": "w2_weight_scale"}
 
 
@@ -72,6 +74,31 @@ def int4_modules(model: nn.Module) -> dict[str, Int4Weights]:
     return found
 
 
+def check_groups(model: nn.Module) -> None:
+    """Refuse experts whose shards cut groups: vLLM 0.21 loads them without an error, with scales of other columns than their own.
+
+    Raises:
+        RefitError: names the first such module.
+    """
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        format = _format_of(module, kind) if kind in _EXPERTS else None
+        if format is None:
+            continue
+        config: Any = module.quant_method.moe  # type: ignore[union-attr]
+        for what, columns in (
+            ("intermediate size", config.intermediate_size_per_partition),
+            ("hidden size", config.hidden_dim),
+        ):
+            if columns % format.group:
+                raise RefitError(
+                    f"a rank has {columns} of the {what} of {name}, which cuts groups of {format.group} that share an INT4 scale: vLLM computes "
+                    "with scales of other groups, whatever is loaded. Start vLLM with enable_expert_parallel, another "
+                    "tensor_parallel_size, or from smaller groups",
+                    stage="trace",
+                )
+
+
 class Int4Layers(PutInOrder):
     """A :class:`.packed_layers.PackedFormat`, of the layers of :func:`int4_modules`."""
 
@@ -81,10 +108,10 @@ class Int4Layers(PutInOrder):
 
     def kernel(self, live: Any) -> str:
         if _kind_of(live) != WNA16_LINEAR:
-            name = _backend(live.quant_method)
-            return known_kernel(
-                _EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=live.quant_method.moe
-            )
+            name, experts = _backend(live.quant_method), live.quant_method.moe
+            if experts.has_bias:
+                raise NotRearranged("its kernel computes with biases of experts, which have not been read")
+            return known_kernel(_EXPERT_BACKENDS.get(name), name, _MADE_OF, live, experts=experts)
         kernel = live.scheme.kernel
         if kind_of(kernel) == _MACHETE:
             raise NotRearranged(
@@ -117,7 +144,7 @@ class Int4Layers(PutInOrder):
 
 
 @contextmanager
-def taking_numbers(twin: nn.Module, modules: Mapping[str, Int4Weights]) -> Iterator[dict[str, str]]:
+def accepting_unquantized(twin: nn.Module, modules: Mapping[str, Int4Weights]) -> Iterator[dict[str, str]]:
     """Give modules of a twin parameters for weights that are not quantized, beside those for codes, in the same order.
 
     vLLM's loader finds parameters by their names, and knows none for such a weight where it holds codes.
@@ -148,7 +175,7 @@ def require_packed(trace: LoaderTrace, manifest: Manifest, taken: Mapping[str, s
     """Refuse weights that are not quantized where the engine holds codes.
 
     Args:
-        trace: of ``manifest``, by a twin that was :func:`taking_numbers`.
+        trace: of ``manifest``, by a twin that was :func:`accepting_unquantized`.
         manifest: checkpoint name, full shape and dtype of every tensor.
         taken: names of its parameters for them, and of those for codes.
 
@@ -156,16 +183,24 @@ def require_packed(trace: LoaderTrace, manifest: Manifest, taken: Mapping[str, s
         PlanError: names the first weight.
     """
     wrong = [
-        (name, taken[parameter], dtype)
-        for name, _, dtype in manifest
+        (name, taken[parameter], shape, dtype)
+        for name, shape, dtype in manifest
         for parameter in sorted(trace.touched[name] & taken.keys())
     ]
     if wrong:
-        name, codes, dtype = wrong[0]
+        name, codes, shape, dtype = wrong[0]
+        if dtype is torch.float32:
+            remedy = f"INT4 is not made of float32. {SAY_REFIT_DTYPE}"
+        elif len(shape) != 2:
+            remedy = f"A trainer makes INT4 of matrices alone, and this one has the shape {list(shape)}"
+        else:
+            remedy = (
+                "Set policy.refit.trainer_quantize_int4=true; if it is, export in the dtype in which the engine computes, of which alone the "
+                "trainer makes its codes"
+            )
         raise PlanError(
             f"the trainer sends {dtype_name(dtype)} and the engine holds INT4 in {codes} ({len(wrong)} such weights). Nothing was "
-            "written. Set policy.refit.trainer_quantize_int4=true, by which the trainer makes the codes of matrices in the engine's own "
-            "dtype, or start the engine without quantization",
+            f"written. {remedy}, or start the engine without quantization",
             stage="trace",
             parameter=name,
         )
@@ -192,7 +227,7 @@ def _unpacked(module: nn.Module, codes: str, format: Int4) -> nn.Parameter:
 def _kind_of(module: nn.Module) -> str:
     """The method, or the scheme, by which a module holds integers packed by compressed-tensors; empty if it does not."""
     kinds = kind_of(getattr(module, "quant_method", None)), kind_of(getattr(module, "scheme", None))
-    return next((k for k in kinds if k in (WNA16_LINEAR, WNA16_EXPERTS, WNA16_MARLIN_EXPERTS)), "")
+    return next((k for k in kinds if k in (WNA16_LINEAR, *_EXPERTS)), "")
 
 
 def _format_of(module: Any, kind: str) -> Int4 | None:
@@ -203,7 +238,9 @@ def _format_of(module: Any, kind: str) -> Int4 | None:
     else:
         how = module.quant_method
         plain = how.num_bits == 4 and how.weight_quant.symmetric and how.weight_quant.actorder is None
-    dtype = dtype_name(module.params_dtype)
+    # A head of vLLM 0.21 does not tell it.
+    kept = getattr(module, "params_dtype", None)
+    dtype = "" if kept is None else dtype_name(kept)
     fits = plain and how.group_size in int4.GROUPS and dtype in ("bfloat16", "float16")
     return Int4(how.group_size, dtype) if fits else None
 

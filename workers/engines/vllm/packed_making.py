@@ -252,10 +252,10 @@ class Making:
         _, form = self._modules[module]
         if (module, parameter) in self._staged:
             return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
-        seen_otherwise = parameter in form.orders or self._is_viewed(module, parameter)
+        seen_otherwise = parameter in form.orders or self._has_other_view(module, parameter)
         return self.as_loaded(module, parameter) if seen_otherwise else None
 
-    def _is_viewed(self, module: str, parameter: str) -> bool:
+    def _has_other_view(self, module: str, parameter: str) -> bool:
         """Whether the bytes of a parameter stay in their order, and the kernel has them as others than they are loaded."""
         held, form = self._modules[module]
         if parameter not in held or parameter not in form.loaded:
