@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from test_vllm_drafting import ENVIRONMENT, Drafting
-from vllm_eagle_trainers import FsdpWithHead, MegatronWithHead
+from vllm_checkpoints import read_checkpoint
+from vllm_eagle_trainers import FsdpWithHead, MegatronWithHead, MegatronWithWideHead
 from vllm_engines import GEN_RANKS
 
 from tests.families.chains import SIZE, write_chain
@@ -51,7 +52,7 @@ def engines(written) -> Iterator[tuple[Drafting, list[list[dict[str, str]]]]]:
         live.engine.shutdown()
 
 
-@pytest.mark.parametrize("kind", [MegatronWithHead, FsdpWithHead])
+@pytest.mark.parametrize("kind", [MegatronWithHead, MegatronWithWideHead, FsdpWithHead])
 def test_the_head_follows_its_trainer_with_the_policy_and_its_drafts_are_accepted_as_it_knows_them(
     kind, written, engines
 ) -> None:
@@ -62,7 +63,11 @@ def test_the_head_follows_its_trainer_with_the_policy_and_its_drafts_are_accepte
     rendezvous = trainers.do("open", MODEL, GEN_RANKS)[0]
     joining = trainers.start("join", MODEL, rendezvous)
     live.engine.init(rendezvous)
-    assert {(routes["misc"], routes["unused"]) for routes in joining.result()} == {(0, 1)}
+    wide = [name for name, t in read_checkpoint(heads[0]).items() if t.is_floating_point()]
+    loaded = {f"drafter.{name}" for name in wide} if kind is MegatronWithWideHead else set()
+    for routes in joining.result():
+        assert routes["misc_reasons"].keys() == loaded
+        assert routes["unused"] == 1
     for version, index in enumerate((1, 0, 1)):
         live.engine.call("probe_poison")
         sending = trainers.start("refit", MODEL, index, version)

@@ -36,17 +36,25 @@ class MegatronWithHead(MegatronTrainer):
         heads: checkpoints of the head, beside those of the model.
     """
 
+    dtype = torch.bfloat16
+
     def __init__(
         self, rank: int, models: dict[str, Sequence[str]], built_with: dict[str, Any], heads: Sequence[str]
     ) -> None:
         super().__init__(rank, models, built_with)
         self._heads = heads
         for worker in self._workers.values():
-            worker.refit_drafter = module_of(read_checkpoint(heads[0]))
+            worker.refit_drafter = module_of(read_checkpoint(heads[0])).to(self.dtype)
 
     def _take_on(self, model: str, index: int) -> None:
         super()._take_on(model, index)
         self._workers[model].refit_drafter.load_state_dict(read_checkpoint(self._heads[index]))
+
+
+class MegatronWithWideHead(MegatronWithHead):
+    """In FP32, which the engine does not keep, so that its loader has to take the head."""
+
+    dtype = torch.float32
 
 
 class FsdpWithHead(MegatronWithHead):
