@@ -20,20 +20,35 @@ class Trainers:
 
     Args:
         models: checkpoint folders by the model's name.
+        kind: of trainer, for each rank.
+        args: of that kind, beside.
         built_with: of ``build_megatron``.
     """
 
-    def __init__(self, models: dict[str, Sequence[str]], **built_with: Any) -> None:
+    def __init__(
+        self,
+        models: dict[str, Sequence[str]],
+        *args: Any,
+        kind: type[MegatronTrainer] | None = None,
+        **built_with: Any,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._commands = [context.Queue() for _ in range(RANKS)]
         self._answers = context.Queue()
         self._pool = ThreadPoolExecutor(2)
         self._ranks = self._pool.submit(
-            run_ranks, obey, RANKS, models, built_with, self._commands, self._answers, timeout_s=580.0
+            run_ranks,
+            obey,
+            RANKS,
+            kind or MegatronTrainer,
+            (models, built_with, *args),
+            self._commands,
+            self._answers,
+            timeout_s=580.0,
         )
 
     def do(self, method: str, *args: Any) -> list[Any]:
-        """Have both ranks call a method of :class:`_Trainer`, and return what they return."""
+        """Have both ranks call a method of :class:`MegatronTrainer`, and return what they return."""
         for commands in self._commands:
             commands.put((method, args))
         found: dict[int, Any] = {}
@@ -53,7 +68,7 @@ class Trainers:
         self._pool.shutdown()
 
 
-class _Trainer:
+class MegatronTrainer:
     def __init__(self, rank: int, models: dict[str, Sequence[str]], built_with: dict[str, Any]) -> None:
         from rlrefit.integration.config import RefitConfig
         from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
@@ -134,12 +149,12 @@ class _Trainer:
 
 def obey(
     rank: int,
-    models: dict[str, Sequence[str]],
-    built_with: dict[str, Any],
+    kind: type[MegatronTrainer],
+    args: tuple[Any, ...],
     commands: Sequence[Any],
     answers: Any,
 ) -> None:
-    trainer = _Trainer(rank, models, built_with)
+    trainer = kind(rank, *args)
     while (command := commands[rank].get()) is not None:
         method, args = command
         answers.put((rank, getattr(trainer, method)(*args)))

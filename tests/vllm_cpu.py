@@ -136,3 +136,21 @@ def keep_temperatures_of_drafts() -> None:
         output.copy_(torch.where(given == old, new, given).repeat_interleave(counts))
 
     kernels.expand_kernel = kernels._FuncWrapper(spread)
+
+
+def give_heads_the_layers_states() -> None:
+    """Repair what vLLM 0.21 starts EAGLE-3 heads with on CPUs.
+
+    It asks the model for the hidden states of some layers, which the runner for CPUs alone does not tell it to give, so that
+    the engine does not start. Call it before the worker makes its model runner.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load: Any = CPUModelRunner.load_model
+
+    def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
+        load(runner, *args, **kwargs)
+        if runner.use_aux_hidden_state_outputs:
+            runner.model.set_aux_hidden_state_layers(runner._get_eagle3_aux_layers_from_config())
+
+    CPUModelRunner.load_model = load_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import EngineDirty, PlanError
+from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
 from rlrefit.recipes.config.drafting import MTP
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import sglang_arguments
@@ -77,6 +77,14 @@ class _Chosen(CheckpointSource):
 
     def specs(self) -> list[Any]:
         return [spec for spec in super().specs() if spec.name not in self._without]
+
+
+class _WithHead(CheckpointSource):
+    """A trainer that trains a drafter of a checkpoint of its own, too."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__(paths, CPU)
+        self._held["drafter.fc.weight"] = torch.ones(4, 4, dtype=torch.bfloat16)
 
 
 def _trained(scene: Drafting) -> set[str]:
@@ -156,6 +164,27 @@ def test_a_trainer_without_a_part_of_the_mtp_layers_is_refused_and_one_without_a
         assert digest == (before if kept else scene.expected[1])[name], name
     # What it drafts with the old layers is of no chain that the model follows.
     assert scene.drafts(1) < 1
+
+
+def test_a_drafter_that_is_trained_beside_the_policy_is_left_out_shard_to_shard_and_refused_in_buckets(
+    scene: Drafting,
+) -> None:
+    trainer = Trainer(scene.paths, 1)
+    trainer.source = _WithHead(scene.paths)
+    meeting, joining = trainer.begin_to_meet()
+    [found] = scene.refit.join_refit(meeting, 1, CONFIG)
+    joining.result()
+    assert found["unused"] == 1
+    scene.poison()
+    sending = trainer.send(1, 30)
+    scene.refit.refit(30)
+    sending.result()
+    trainer.close()
+    assert scene.digests() == scene.expected[1]
+    with pytest.raises(RefitError) as caught:
+        SglangSender(_WithHead(scene.paths), scene.refit, "cpu", 1 << 20).refit(31)
+    assert caught.value.parameter == "drafter.fc.weight"
+    assert scene.drafts(1) == 1
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_mtp_layers_of_another_checkpoint_are_refused_where_the_policy_trains_it
     ("load_format", "loaded", "random"),
     [("auto", None, False), ("dummy", None, True), ("dummy", _LOADED, False)],
 )
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
 def test_a_drafter_of_another_checkpoint_is_told_once_and_whether_it_holds_random_numbers(
     method, load_format, loaded, random, caplog
 ):

@@ -29,7 +29,6 @@ SIZES = {
     "moe_intermediate_size": PLAIN_EXPERTS,
 }
 DRAFTING: dict[str, Any] = {
-    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     "disable_log_stats": False,
     "worker_extension_cls": "vllm_drafting_probe.DraftingProbe",
     "logprobs_mode": "processed_logprobs",
@@ -44,10 +43,14 @@ ENVIRONMENT = {
 
 
 class Drafting:
-    """An engine, and the models of two checkpoints: drafts of the first are always wrong, of the second always right."""
+    """An engine, and the models of two checkpoints: drafts of the first are always wrong, of the second always right.
 
-    def __init__(self, paths: list[str], index: int, chains: list[list[int]]) -> None:
-        self.engine = ScriptEngine(paths[index], **DRAFTING)
+    ``drafter`` is of vLLM's ``speculative_config``.
+    """
+
+    def __init__(self, paths: list[str], index: int, chains: list[list[int]], **drafter: Any) -> None:
+        speculative = {"num_speculative_tokens": 1, **(drafter or {"method": "mtp"})}
+        self.engine = ScriptEngine(paths[index], speculative_config=speculative, **DRAFTING)
         self._norms = [read_checkpoint(path)["model.norm.weight"].double() for path in paths]
         self._chains = chains
         self._counted = (0.0, 0.0)

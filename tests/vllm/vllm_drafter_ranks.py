@@ -1,10 +1,12 @@
-"""MTP layers of one rank beside the model that they draft for, as vLLM's own proposer loads them, without an engine around them."""
+"""A drafter of one rank beside the model that it drafts for, as vLLM's own proposer loads it, without an engine around them."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,20 +41,46 @@ DRAFTERS = {
     "nemotron_h-latent": "NemotronHMTPModel",
     "qwen3_next": "Qwen3NextMTP",
 }
+# Method → vLLM's class of its heads.
+HEADS = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "EagleLlamaForCausalLM"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A case of an engine with MTP layers that draft.
+    """A case of an engine with a drafter.
 
     Attributes:
-        case: whose checkpoints have them.
+        case: whose checkpoints have MTP layers, if there are no heads.
         apart: the drafter keeps the embedding and the head that it has loaded itself, as it does in a pipeline.
+        heads: checkpoints of EAGLE heads, one for each of the case's.
+        method: of speculative decoding, with heads.
     """
 
     case: Case
     apart: bool = False
+    heads: tuple[str, str] | None = None
+    method: str = "eagle3"
+
+    def paths(self, index: int) -> tuple[Case, str]:
+        """The case with arguments of an engine of its first or second checkpoints, and the model's."""
+        path = (self.case.path_a, self.case.path_b)[index]
+        if self.heads is None:
+            return self.case, path
+        drafting = {"method": self.method, "model": self.heads[index], "num_speculative_tokens": 1}
+        return replace(self.case, more={**self.case.more, "speculative_config": drafting}), path
+
+    def random(self) -> Drafted:
+        """The same, started with random weights in model and drafter."""
+        return replace(self, case=replace(self.case, more={"load_format": "dummy"}))
+
+    def tensors(self, index: int) -> Tensors:
+        """What a trainer of the first or second checkpoints sends."""
+        found = read_checkpoint(self.paths(index)[1])
+        if self.heads is None:
+            return found
+        drafted = read_checkpoint(self.heads[index])
+        return found | {f"drafter.{name}": tensor for name, tensor in drafted.items()}
 
 
 @dataclass
@@ -65,12 +93,14 @@ class DraftedRank:
         aside: weights that neither model wants.
         shared: parameters of the drafter that are the served model's.
         differing: parts of either model that are not as vLLM itself loads them; by occasion.
-        refused: weights of MTP layers without which a manifest is refused, by the one rank that tried it.
+        refused: weights of the drafter without which a manifest is refused, by the one rank that tried it.
         taken: and those without which it is not.
-        stayed: what a manifest without weights of MTP layers left in the drafter is what was there before.
+        stayed: what a manifest without weights of the drafter left in the drafter is what was there before.
         told: what the log says of that manifest.
         copying: with which words a drafter is refused that computes with a copy of a norm.
         process_state_untouched: tracing left vLLM's registries as they were.
+        left: what an engine without the drafter wants of the same trainer, and how often the log tells of a trained drafter.
+        random: the weight by which an engine that was started with random weights is refused, of a trained drafter.
     """
 
     bulk: dict[str, int]
@@ -84,6 +114,8 @@ class DraftedRank:
     told: list[str] = field(default_factory=list)
     copying: str = ""
     process_state_untouched: bool = False
+    left: tuple[set[str], int] = (set(), 0)
+    random: str = ""
 
 
 @dataclass
@@ -116,38 +148,38 @@ def draft_there_and_back(rank: int, cases: Sequence[Drafted]) -> list[DraftedRan
     for drafted in cases:
         case = drafted.case
         _know_architecture(case.path_a)
-        _know_class(DRAFTERS[Path(case.path_a).parent.name])
+        _know_class(
+            DRAFTERS[Path(case.path_a).parent.name] if drafted.heads is None else HEADS[drafted.method]
+        )
         with groups_of(rank, case):
-            found.append(_one_case(case, drafted.apart))
+            found.append(_one_case(drafted))
     return found
 
 
-def _loaded_pair(case: Case, path: str, apart: bool) -> tuple[_Pair, Any]:
+def _loaded_pair(drafted: Drafted, index: int) -> tuple[_Pair, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.v1.spec_decode.eagle import EagleProposer
 
-    served, config = loaded(case, path)
+    served, config = loaded(*drafted.paths(index))
     with set_current_vllm_config(config):
         proposer = EagleProposer(config, torch.device("cpu"))
-        if apart:
+        if drafted.apart:
             return _Pair(served, proposer._get_model()), config
         proposer.load_model(served)
     return _Pair(served, proposer.model), config
 
 
-def _one_case(case: Case, apart: bool) -> DraftedRank:
+def _one_case(drafted: Drafted) -> DraftedRank:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     from rlrefit.workers.engines.vllm.destination import VllmDestination
-    from rlrefit.workers.engines.vllm.drafted import DrafterDestination, drafted_destination
+    from rlrefit.workers.engines.vllm.drafted import drafted_destination
 
-    pair, config = _loaded_pair(case, case.path_a, apart)
-    a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
+    pair, config = _loaded_pair(drafted, 0)
+    a, b = drafted.tensors(0), drafted.tensors(1)
     device = torch.device("cpu")
     destination = drafted_destination(
-        VllmDestination(pair.served, config, device),
-        DrafterDestination(pair.drafter, pair.served, config, device),
-        config,
+        VllmDestination(pair.served, config, device), pair.drafter, pair.served, config
     )
     registered, rotary = list(config.compilation_config.static_forward_context.items()), dict(_ROPE_DICT)
     fragments, misc = destination.fragments(manifest_of(a))
@@ -164,7 +196,7 @@ def _one_case(case: Case, apart: bool) -> DraftedRank:
     found.process_state_untouched = (
         list(config.compilation_config.static_forward_context.items()) == registered and rotary == _ROPE_DICT
     )
-    as_a, as_b = pair.state(), _loaded_pair(case, case.path_b, apart)[0].state()
+    as_a, as_b = pair.state(), _loaded_pair(drafted, 1)[0].state()
     for version, (occasion, tensors, expected) in enumerate([("there", b, as_b), ("back", a, as_a)]):
         pair.poison()
         refit(destination, fragments, misc, tensors, version)
@@ -177,19 +209,61 @@ def _one_case(case: Case, apart: bool) -> DraftedRank:
     norm = next(m for m in pair.drafter.modules() if type(m).__name__.endswith("RMSNorm"))
     vars(norm)["copied"] = norm.weight.detach().float()
     # As of ranks that meet after a first step.
-    later = DrafterDestination(pair.drafter, pair.served, config, device)
+    served = VllmDestination(pair.served, config, device)
+    later = drafted_destination(served, pair.drafter, pair.served, config)
     try:
         later.fragments(manifest_of(a))
     except RefitError as error:
         found.copying = str(error)
+    if drafted.heads is not None:
+        found.left = _without_drafter(pair, config, a)
+        found.random = _refused_random(drafted, a)
     return found
 
 
-def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, found: DraftedRank) -> None:
-    """Manifests without one weight of the MTP layers, and without any."""
-    from rlrefit.workers.engines.common.drafted import mtp_weights
+def _without_drafter(pair: _Pair, config: Any, tensors: Tensors) -> tuple[set[str], int]:
+    """The names that an engine wants which has the model alone, and how many warnings two meetings give."""
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
-    drafted = set(mtp_weights(tensors, destination._layers))
+    alone = copy.copy(config)
+    alone.speculative_config = None
+    destination = VllmDestination(pair.served, alone, torch.device("cpu"))
+    wanted: set[str] = set()
+    with _told_by("rlrefit.workers.engines.common.traced_destination") as told:
+        for _ in range(2):
+            fragments, misc = destination.fragments(manifest_of(tensors))
+            wanted |= {fragment.name for fragment in fragments} | misc.keys()
+    return wanted, len([message for message in told if "drafter." in message])
+
+
+def _refused_random(drafted: Drafted, tensors: Tensors) -> str:
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.drafted import drafted_destination
+
+    pair, config = _loaded_pair(drafted.random(), 0)
+    served = VllmDestination(pair.served, config, torch.device("cpu"))
+    try:
+        drafted_destination(served, pair.drafter, pair.served, config).fragments(manifest_of(tensors))
+    except PlanError as error:
+        return error.parameter or ""
+    return ""
+
+
+@contextmanager
+def _told_by(name: str) -> Iterator[list[str]]:
+    """Warnings of a module's log meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(name)
+    log.addHandler(handler)
+    yield told
+    log.removeHandler(handler)
+
+
+def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, found: DraftedRank) -> None:
+    """Manifests without one weight of the drafter, and without any."""
+    drafted = set(destination._drafted(tensors))
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     # All ranks have parts of the same weights, and each tries its share of them.
     for name in left_out_in_turn(sorted(drafted))[rank::size]:
@@ -203,14 +277,11 @@ def _without(destination: DraftedDestination, pair: _Pair, tensors: Tensors, fou
     found.refused, found.taken = (set.union(*of_ranks) for of_ranks in zip(*answers, strict=True))
     rest = {name: tensor for name, tensor in tensors.items() if name not in drafted}
     before = {name: p.detach().clone() for name, p in pair.drafter.named_parameters()}
-    log = logging.getLogger("rlrefit.workers.engines.vllm.drafters")
-    handler = logging.Handler()
-    handler.emit = lambda record: found.told.append(record.getMessage())
-    log.addHandler(handler)
-    for version in (3, 4):
-        fragments, misc = destination.fragments(manifest_of(rest))
-        refit(destination, fragments, misc, rest, version)
-    log.removeHandler(handler)
+    with _told_by("rlrefit.workers.engines.vllm.drafters") as told:
+        for version in (3, 4):
+            fragments, misc = destination.fragments(manifest_of(rest))
+            refit(destination, fragments, misc, rest, version)
+    found.told = told
     found.stayed = all(
         torch.equal(p, before[name])
         for name, p in pair.drafter.named_parameters()

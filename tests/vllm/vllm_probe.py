@@ -71,9 +71,9 @@ class ProbeExtension(VllmRefitExtension):
         self.model_runner.reload_weights(weights_iterator=iter(read_checkpoint(path).items()))
 
     def probe_poison(self) -> None:
-        """Fill all parameters with NaN, a drafter's too."""
+        """Fill all parameters with NaN, and those of numbers of tokens with -1, a drafter's too."""
         drafter = live_drafter(self.model_runner)
         with torch.no_grad():
             for model in (self.model_runner.get_model(), *([] if drafter is None else [drafter])):
                 for parameter in model.parameters():
-                    parameter.fill_(torch.nan)
+                    parameter.fill_(torch.nan if parameter.is_floating_point() else -1)

@@ -319,7 +319,7 @@ def _one_case(case: Case) -> RankResult | str:
 def _poison(live: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in live.parameters():
-            parameter.fill_(torch.nan)
+            parameter.fill_(torch.nan if parameter.is_floating_point() else -1)
 
 
 def _failures(

@@ -8,6 +8,7 @@ from functools import partial
 from operator import is_
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...integration.config import RefitConfig
@@ -18,6 +19,7 @@ from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
 from ..kv_scales.calibration import AmaxRecorder, Record
 from ..kv_scales.endpoints import KvScaleSource
+from .drafted import DraftedSource
 
 
 class SourceRefitMixin:
@@ -32,12 +34,17 @@ class SourceRefitMixin:
     and ``close_refit()`` at the end. With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it
     the scales of the engine's FP8 KV cache.
 
+    With ``refit_drafter`` each refit brings the weights of a drafter that is trained beside the policy (an EAGLE head), too: a
+    module by whose names the engine's drafter loads them, sharded by ``fully_shard`` or whole on each rank, or a
+    :class:`WeightSource` of one. All trainer ranks have it.
+
     NeMo-RL's names do the same: ``init_per_pp_refit_comm_group`` joins; ``nccl_xfer_refit`` and
     ``broadcast_weights_for_collective`` refit. ``prepare_nccl_xfer_refit_info`` and ``prepare_refit_info`` tell ahead what
     ``join_refit`` would find.
     """
 
     refit_config: RefitConfig
+    refit_drafter: torch.nn.Module | WeightSource | None = None
     _refit_source: WeightSource | None = None
     _refit_source_of: tuple[object, ...] = ()
     _refit_session_of: tuple[object, ...] | None = None
@@ -49,6 +56,10 @@ class SourceRefitMixin:
             f"{type(self).__name__} inherits SourceRefitMixin itself; inherit the mixin of your trainer, "
             "e.g. MegatronRefitMixin"
         )
+
+    def _drafter_dtype(self) -> torch.dtype | None:
+        """That a drafter's floating-point weights are exported in; None for their own."""
+        return None
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
         raise TypeError(
@@ -243,13 +254,30 @@ class SourceRefitMixin:
             source = self._make_refit_source()
             if not self._is_still(parts):
                 raise RefitError(
-                    f"self.model or self.bridge of {type(self).__name__} is another object at each access, so that nobody can "
+                    f"self.model, self.bridge or self.refit_drafter of {type(self).__name__} is another object at each access, so that nobody can "
                     "tell whether the model was built anew. Nothing has moved; keep one, and hand out that",
                     stage="settings",
                 )
+            # Scales are of the policy's attention alone.
+            policy = KvScaleSource(source) if self.refit_config.kv_scales else source
+            joined = policy if self.refit_drafter is None else DraftedSource(policy, self._drafter_source())
             self._refit_source_of = parts
-            self._refit_source = KvScaleSource(source) if self.refit_config.kv_scales else source
+            self._refit_source = joined
         return self._refit_source
+
+    def _drafter_source(self) -> WeightSource:
+        if self.refit_config.lora == "adapter":
+            raise RefitError(
+                f"self.refit_drafter of {type(self).__name__} is to be sent, but policy.refit.lora is adapter: refits bring the adapter "
+                "alone then, and the drafter would keep its weights. Nothing has moved; set lora to merge on all ranks of both sides, or "
+                "refit_drafter to None",
+                stage="settings",
+            )
+        if not isinstance(self.refit_drafter, torch.nn.Module):
+            return self.refit_drafter
+        from .fsdp.source import FSDPSource  # this module is an engine's too, which has no trainer's packages
+
+        return FSDPSource(self.refit_drafter, self._drafter_dtype())
 
     def _is_still(self, parts: tuple[object, ...]) -> bool:
         """Whether the source would be made of these objects; of a model that was built anew (resumed, grown) it isn't."""
@@ -259,10 +287,12 @@ class SourceRefitMixin:
     def _refit_model_parts(self) -> tuple[object, ...]:
         model = getattr(self, "model", None)
         chunks = model if isinstance(model, list | tuple) else [model]
-        return (*chunks, getattr(self, "bridge", None))
+        return (*chunks, getattr(self, "bridge", None), self.refit_drafter)
 
     def _scaled_source(self) -> KvScaleSource:
         source = self._prepared_source()
+        if isinstance(source, DraftedSource):
+            source = source.policy
         if not isinstance(source, KvScaleSource):
             raise RefitError(
                 "scales of the KV cache were asked for or given, but they do not travel: this trainer was prepared with "
@@ -274,7 +304,7 @@ class SourceRefitMixin:
     def _before(self, session: RefitSession, kv_scales: Mapping[str, float] | None) -> None:
         if self._refit_session_of is not None and not self._is_still(self._refit_session_of):
             raise RefitError(
-                f"self.model, self.bridge or self.refit_dtype of {type(self).__name__} is not the one that the ranks met with, and "
+                f"self.model, self.bridge, self.refit_drafter or self.refit_dtype of {type(self).__name__} is not the one that the ranks met with, and "
                 "the old weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
                 "join_refit) after it was changed or the model was built anew",
                 stage="export",

@@ -1,15 +1,16 @@
-"""A live model with the MTP layers that draft for it, as one destination of a refit: what vLLM and SGLang share.
+"""A live model with the one that drafts for it, as one destination of a refit: what vLLM and SGLang share.
 
-Both engines keep MTP layers in a model of their own, with a loader of its own, which takes other names of the checkpoint and shares
-the embedding and the head with the model that is served. So each of the two is traced by itself, and what is shared belongs to
-the served one.
+Both engines keep a drafter in a model of its own, with a loader of its own, and share the embedding and the head with the model
+that is served. So each of the two is traced by itself, and what is shared belongs to the served one. The loader of MTP layers takes
+other names of the served checkpoint. A drafter of a checkpoint of its own has names that the served model has too, so they
+travel with a prefix.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
+from ...drafter_names import DRAFTER, of_drafter
 from .loader_trace.trace import LoaderTrace, Manifest
 from .traced_destination import Routes, TracedDestination
 
@@ -106,29 +108,105 @@ class BesideServed(TracedDestination[Any, Any, Any]):
 
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
         names = [name for name, _ in (*twin.named_parameters(), *twin.named_buffers())]
-        live = {name: _at(self._model, name) for name in names}
+        live = {name: tensor_at(self._model, name) for name in names}
         return frozenset(
             name for name, tensor in live.items() if tensor is not None and not self._is_own(tensor)
         )
 
 
-class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: BesideServed]:
+class TrainedDrafter:
+    """The destination of a drafter of a checkpoint of its own, whose weights have a prefix in the refit.
+
+    Args:
+        drafter: knows them by the names of that checkpoint.
+    """
+
+    def __init__(self, drafter: BesideServed) -> None:
+        self._drafter = drafter
+
+    @property
+    def kept_bytes(self) -> int:
+        """As :attr:`TracedDestination.kept_bytes`."""
+        return self._drafter.kept_bytes
+
+    def storage_key(self) -> Hashable:
+        """As :meth:`TracedDestination.storage_key`."""
+        return self._drafter.storage_key()
+
+    def new_epoch(self) -> None:
+        """As :meth:`TracedDestination.new_epoch`."""
+        self._drafter.new_epoch()
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        """As :meth:`TracedDestination.quantized`."""
+        return _prefixed(self._drafter.quantized(_drafted(specs)))
+
+    def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
+        """As :meth:`TracedDestination.fragments`."""
+        found, reasons = self._drafter.fragments(_drafted(specs))
+        return [replace(one, name=DRAFTER + one.name) for one in found], _prefixed(reasons)
+
+    def routes(self, specs: Manifest) -> Routes:
+        """As :meth:`TracedDestination.routes`."""
+        found = self._drafter.routes(_drafted(specs))
+        return replace(found, landings=_prefixed(found.landings), reasons=_prefixed(found.reasons))
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """As :meth:`TracedDestination.rewritten`."""
+        return _prefixed(self._drafter.rewritten(_drafted(specs)))
+
+    def wants(self, name: str) -> bool:
+        """As :meth:`BesideServed.wants`."""
+        return of_drafter(name) and self._drafter.wants(name.removeprefix(DRAFTER))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As :meth:`TracedDestination.load_weights`, of weights that it :meth:`wants`."""
+        self._drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in weights)
+
+    def finish(self, version: int) -> None:
+        """As :meth:`TracedDestination.finish`."""
+        self._drafter.finish(version)
+
+    def abandon(self) -> None:
+        """As :meth:`TracedDestination.abandon`."""
+        self._drafter.abandon()
+
+
+def _drafted(specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[TensorSpec]:
+    """The trained drafter's of ``specs``, by the names of its checkpoint."""
+    return [
+        TensorSpec(name.removeprefix(DRAFTER), shape, dtype)
+        for name, shape, dtype in specs
+        if of_drafter(name)
+    ]
+
+
+def _prefixed[Value](by_name: Mapping[str, Value]) -> dict[str, Value]:
+    return {DRAFTER + name: value for name, value in by_name.items()}
+
+
+class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: BesideServed | TrainedDrafter]:
     """A served model and its drafter, of one worker.
 
-    A manifest without weights of MTP layers leaves the drafter as it is, which is told once. What both hold a copy of is received
-    once.
+    A manifest without weights of the drafter leaves it as it is, which is told once. What both hold a copy of is received once.
 
     Args:
         served: of the model that verifies drafts.
-        drafter: of its MTP layers.
-        layers: of the served model; MTP layers may be counted from there.
+        drafter: of the one that drafts.
+        drafted: finds the drafter's weights among names that the served model does not take.
         tell: says in the log that the drafter stays as it is.
     """
 
-    def __init__(self, served: Served, drafter: Drafter, layers: int, tell: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        drafter: Drafter,
+        drafted: Callable[[Iterable[str]], Iterable[str]],
+        tell: Callable[[], None],
+    ) -> None:
         self._served = served
         self._drafter = drafter
-        self._layers = layers
+        self._drafted = drafted
         self._tell_of_stay = tell
         self._follows = False
         self._told = False
@@ -262,9 +340,9 @@ class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: Besi
         self._drafter.abandon()
 
     def _trains_drafter(self, specs: Manifest, served: Collection[str]) -> bool:
-        """Whether a manifest has weights of MTP layers, which the served model does not take itself."""
+        """Whether a manifest has weights of the drafter, which the served model does not take itself."""
         aside = (name for name, *_ in specs if name not in served)
-        return next(mtp_weights(aside, self._layers), None) is not None
+        return any(True for _ in self._drafted(aside))
 
     def _tell(self) -> None:
         if not self._told:
@@ -276,7 +354,7 @@ def _part(fragment: Fragment) -> tuple[Any, ...]:
     return fragment.box, fragment.axes
 
 
-def _at(model: nn.Module, path: str) -> torch.Tensor | None:
+def tensor_at(model: nn.Module, path: str) -> torch.Tensor | None:
     """The tensor of that name, also of a module that the model shares and has under several names; None if there is none."""
     found = functools.reduce(lambda holder, part: getattr(holder, part, None), path.split("."), model)
     return found if isinstance(found, torch.Tensor) else None

@@ -25,6 +25,7 @@ from ....integration.layout.rearrangement import Rearrangement
 from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
+from ...drafter_names import of_drafter, without_drafter
 from .loader_trace.modules import ModuleLayout, owners_of, spread_over_modules
 from .loader_trace.quantized import HoldsCodes, formats_of, on_the_wire, promised_modules, require_codes
 from .loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros, copies_among, trace_loader
@@ -120,6 +121,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         # The last question of quantized(), with the modules that it depends on, and the answer.
         self._asked: tuple[Manifest, dict[str, Blocks]] | None = None
         self._answer: dict[str, Format] = {}
+        self._told_of_drafter = False
         self._follow_parameters()
 
     @property
@@ -164,6 +166,11 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         """After a refit that failed: undo what is half loaded. Bytes that were written stay."""
 
     @property
+    def has_trainable_drafter(self) -> bool:
+        """Whether the engine has a drafter that takes the weights of one which is trained beside the policy."""
+        return False
+
+    @property
     def device(self) -> torch.device:
         """Where the live parameters are."""
         return self._device
@@ -195,6 +202,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         blocks = self._blocks()
         if not blocks:
             return {}
+        specs = [*without_drafter(specs)]
         asked = _plain(specs), blocks
         if self._asked != asked:
             with self._built_twin() as twin:
@@ -248,11 +256,15 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         """
         self._follow_parameters()
         self._routes = self.routes(specs)
+        self._tell_of_drafter([name for name, *_ in specs if of_drafter(name)])
         return self._routes
 
     def routes(self, specs: Manifest) -> Found:
-        """The way that each tensor of ``specs`` would take; a refit that goes by another manifest is not affected."""
-        manifest = _plain(specs)
+        """The way that each tensor of ``specs`` would take; a refit that goes by another manifest is not affected.
+
+        A trained drafter's have none: it is a model beside this one.
+        """
+        manifest = _plain(without_drafter(specs))
         if self._routes is None or self._routes.outdated(manifest, self._parameters, self._promised):
             return self._traced(manifest)
         return self._routes
@@ -270,6 +282,18 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             again.place(self._target(again)).copy_(first.place(self._target(first)))
         self._post_load(routes)
         self.version = version
+
+    def _tell_of_drafter(self, drafted: Sequence[str]) -> None:
+        """Log a warning, once, that a trained drafter's weights come for nothing."""
+        if drafted and not self.has_trainable_drafter and not self._told_of_drafter:
+            self._told_of_drafter = True
+            logger.warning(
+                "the trainer sends a drafter that it trains beside the policy (%d weights, the first is %s), and this engine has none that "
+                "takes them: they are left out, and if it drafts, fewer tokens are accepted as the policy moves. vLLM takes them with "
+                "method eagle or eagle3 in speculative_config",
+                len(drafted),
+                drafted[0],
+            )
 
     def _agreed(self) -> Found:
         if self._routes is None:
@@ -446,7 +470,7 @@ def warn_of_misc(manifest: Manifest, reasons: Mapping[str, str]) -> None:
     )
 
 
-def _plain(specs: Manifest) -> Manifest:
+def _plain(specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Manifest:
     return tuple((name, tuple(shape), dtype) for name, shape, dtype in specs)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from torch import nn
 
-from ..common.drafted import BesideServed, DraftedDestination
+from ..common.drafted import BesideServed, DraftedDestination, mtp_weights
 from ..common.loader_trace.trace import Manifest
 from ..common.traced_destination import Traced
 from .destination import SglangDestination
@@ -89,6 +90,6 @@ def destination_of(runner: Any, device: torch.device) -> SglangDestination | Sgl
     return SglangDraftedDestination(
         served,
         SglangDrafterDestination(drafter, runner.model, device),
-        runner.model_config.num_hidden_layers,
+        partial(mtp_weights, layers=runner.model_config.num_hidden_layers),
         lambda: tell_of_stay(runner),
     )

@@ -15,6 +15,7 @@ from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.errors import RefitError
 from ....integration.quantize.formats import to_json
 from ....integration.weights.manifest import TensorSpec
+from ...drafter_names import of_drafter
 from ...kv_scales.endpoints import is_scale
 from ..common.answers import answer
 from ..common.destination_mixin import DestinationRefitMixin
@@ -203,6 +204,14 @@ class WorkerRefit(DestinationRefitMixin):
                 "policy.refit.kv_scales=true)",
                 stage="handshake",
                 parameter=scales[0],
+            )
+        drafted = [spec.name for spec in coming if of_drafter(spec.name)]
+        if drafted:
+            raise RefitError(
+                f"{', '.join(drafted[:3])}{', …' * (len(drafted) > 3)} would reach no model: SGLang's drafters don't take the weights of one that "
+                "is trained beside the policy. Nothing was written; send from a source without it (refit_drafter of the mixin)",
+                stage="handshake",
+                parameter=drafted[0],
             )
         if not as_asked:
             self.bucketed.new_epoch()

@@ -29,6 +29,7 @@ from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
+from ...drafter_names import without_drafter
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
@@ -36,7 +37,7 @@ from ..common.traced_destination import Routes, Traced, TracedDestination
 from .compat import FP8, INT4, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .copies import Copies, require_read_hooks
-from .drafters import check_follows
+from .drafters import check_follows, may_be_trained
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
 from .int4 import accepting_unquantized, check_groups, int4_modules, require_packed
 from .kernel_layouts import KernelLayouts
@@ -163,7 +164,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         Raises:
             RefitError: :meth:`fragments` was not called before, a tensor came twice, or the loader failed.
         """
-        self._agreed().misc.load(weights)
+        # Those of a drafter may come, too: another stage of the pipeline has it.
+        self._agreed().misc.load(without_drafter(weights))
 
     @property
     def works_on_portions(self) -> bool:
@@ -255,6 +257,15 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         packed = None if self._making is None else self._making.landing(*_apart(place.parameter))
         return super()._target(place) if packed is None else packed
 
+    @property
+    def has_trainable_drafter(self) -> bool:
+        """As :attr:`TracedDestination.has_trainable_drafter`, on this stage or on the last one."""
+        return may_be_trained(self._vllm_config)
+
+    def _unused(self) -> frozenset[str]:
+        """Names of parameters that need not come."""
+        return unused_parameters(self._model)
+
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         check_follows(self._vllm_config, traced.trace)
         check_complete(
@@ -262,7 +273,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             traced.owners,
             self._model,
             traced.after,
-            unused=unused_parameters(self._model),
+            unused=self._unused(),
             dummy=self._vllm_config.load_config.load_format == "dummy",
         )
 

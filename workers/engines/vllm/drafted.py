@@ -1,24 +1,38 @@
-"""The MTP layers of a live vLLM worker as a destination of refits, beside the model that they draft for."""
+"""The drafter of a live vLLM worker as a destination of refits, beside the model that it drafts for."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from ..common.drafted import BesideServed, DraftedDestination
-from .destination import VllmDestination, meta_twin
-from .drafters import layers_of, taken_in_parts, tell_of_stay
+from ....integration.errors import PlanError
+from ...drafter_names import DRAFTER, of_drafter
+from ..common.drafted import BesideServed, DraftedDestination, TrainedDrafter, mtp_weights, tensor_at
+from ..common.loader_trace.quantized import HoldsCodes
+from ..common.loader_trace.recording import StridedRegion
+from ..common.loader_trace.trace import Zeros
+from ..common.traced_destination import Routes, Traced
+from .destination import VllmDestination, VllmRoutes, meta_twin
+from .drafters import layers_of, may_follow, taken_in_parts, tell_of_stay
+from .layouts import VllmLayout
+
+logger = logging.getLogger(__name__)
+
+# For each token of an EAGLE-3 head's vocabulary how far its number is from the model's; checkpoints call it d2t.
+_MAPPING: Final = "draft_id_to_target_id"
 
 
 class DrafterDestination(BesideServed, VllmDestination):
-    """What the MTP layers of one vLLM worker want, as a model beside the one that they draft for.
+    """What the drafter of one vLLM worker wants, as a model beside the one that it drafts for.
 
     Args:
         drafter: the live model.
@@ -49,17 +63,83 @@ class DrafterDestination(BesideServed, VllmDestination):
             yield twin
 
 
+class EagleDestination(DrafterDestination):
+    """What an EAGLE drafter wants, by the names of its own checkpoint.
+
+    vLLM has it share the model's embedding and head where its first checkpoint has none, or the same.
+    """
+
+    _shared: frozenset[str] = frozenset()
+
+    def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
+        found = super()._held_by_others(twin)
+        own = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+        for name in sorted(found):
+            live = tensor_at(self._model, name)
+            if live is not None and live.shape != own[name].shape:
+                raise PlanError(
+                    f"the drafter computes with the model's, of shape {list(live.shape)}, and has one of its own by its configuration, of shape "
+                    f"{list(own[name].shape)}: vLLM has put the model's in its place, as it does with load_format=dummy. Nothing was written. "
+                    "Start vLLM from a checkpoint of the drafter, by a draft_load_config with load_format auto in speculative_config",
+                    stage="trace",
+                    parameter=DRAFTER + name,
+                )
+        self._shared = found
+        return found
+
+    def _unused(self) -> frozenset[str]:
+        return super()._unused() | self._needless()
+
+    def _needless(self) -> frozenset[str]:
+        """The mapping of a head that has all tokens: vLLM makes zeros where a checkpoint has none."""
+        mapping = tensor_at(self._model, _MAPPING)
+        tokens = self._vllm_config.model_config.get_vocab_size()
+        return frozenset({_MAPPING} if mapping is not None and len(mapping) == tokens else ())
+
+    def _routed(self, traced: Traced[VllmLayout, HoldsCodes], shared: Routes) -> VllmRoutes:
+        absent = self._needless().difference(*traced.trace.touched.values())
+        # They may be gone: a deep sleep discards parameters.
+        made = [Zeros(name, StridedRegion(0, tuple(self._parameters[name].shape), (1,))) for name in absent]
+        return super()._routed(traced, replace(shared, zeros=(*shared.zeros, *made)))
+
+    def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
+        super()._check(traced)
+        left = [
+            DRAFTER + name
+            for name, at in traced.trace.touched.items()
+            if not at and any(parameter.endswith(name) for parameter in self._shared)
+        ]
+        if left:
+            logger.warning(
+                "%s of the drafter that the trainer sends left out: this engine's drafter computes with the model's own, since its first "
+                "checkpoint had none or the same. If the trainer trains them apart from the policy's, fewer tokens are accepted; start vLLM "
+                "from a checkpoint of the drafter that has its own",
+                f"{left[0]} is" if len(left) == 1 else f"{', '.join(left)} are",
+            )
+
+
 def drafted_destination(
-    served: VllmDestination, drafter: DrafterDestination, vllm_config: VllmConfig
-) -> DraftedDestination[VllmDestination, DrafterDestination]:
+    served: VllmDestination, drafter: nn.Module, model: nn.Module, vllm_config: VllmConfig
+) -> DraftedDestination[VllmDestination, DrafterDestination | TrainedDrafter]:
     """A served model and its drafter, of one vLLM worker.
 
     Args:
         served: of the model that verifies drafts.
-        drafter: of its MTP layers.
+        drafter: the live one: MTP layers of the served checkpoint, or one that trainers train beside the policy.
+        model: the live one that verifies them.
         vllm_config: the worker's configuration.
     """
-    return DraftedDestination(served, drafter, layers_of(vllm_config), lambda: tell_of_stay(vllm_config))
+
+    def tell() -> None:
+        tell_of_stay(vllm_config)
+
+    if may_follow(vllm_config):
+        mtp_layers = DrafterDestination(drafter, model, vllm_config, served.device)
+        return DraftedDestination(
+            served, mtp_layers, partial(mtp_weights, layers=layers_of(vllm_config)), tell
+        )
+    eagle = EagleDestination(drafter, model, vllm_config, served.device)
+    return DraftedDestination(served, TrainedDrafter(eagle), partial(filter, of_drafter), tell)
 
 
 def _drafting(vllm_config: VllmConfig) -> VllmConfig:

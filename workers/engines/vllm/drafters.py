@@ -1,8 +1,9 @@
 """Drafters, the separate models by which vLLM decodes speculatively: which of them refits reach.
 
 The refitted model verifies each token of a draft. So a drafter with old weights changes no text, but fewer of its tokens are
-accepted. MTP layers of the served checkpoint follow the policy where it trains them (:mod:`.drafted`). All other drafters keep
-their weights, and where users would expect them to follow, the engine is refused.
+accepted. MTP layers of the served checkpoint follow the policy where it trains them, and an EAGLE drafter one that is trained beside
+the policy (:mod:`.drafted`). All other drafters keep their weights, and where users would expect them to follow, the engine is
+refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # They look drafts up in the text so far, or hand out hidden states.
 _NGRAM: Final = frozenset({"ngram", "[ngram]"})
 _WITHOUT_WEIGHTS: Final = _NGRAM | {"ngram_gpu", "suffix", "extract_hidden_states"}
+# Drafters of a checkpoint of their own that trainers train beside the policy.
+_TRAINED_BESIDE: Final = frozenset({"eagle", "eagle3"})
 # Their loaders refuse a call without weights of each MTP layer, and have no other switch.
 _MODELS: Final = "vllm.model_executor.models"
 _WANT_ALL_LAYERS: Final = (
@@ -62,6 +65,20 @@ def may_follow(vllm_config: Any) -> bool:
     )
 
 
+def may_be_trained(vllm_config: Any) -> bool:
+    """Whether the drafter is one of a checkpoint of its own that trainers train beside the policy, so that refits may bring its weights.
+
+    Args:
+        vllm_config: as of :func:`may_follow`.
+    """
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and speculative.method in _TRAINED_BESIDE
+        and speculative.model != vllm_config.model_config.model
+    )
+
+
 def is_mtp(method: str | None) -> bool:
     """Whether a method of ``speculative_config`` drafts with MTP layers."""
     return str(method).endswith("mtp")
@@ -70,7 +87,7 @@ def is_mtp(method: str | None) -> bool:
 def check_drafter(vllm_config: Any) -> None:
     """Refuse a drafter that is all of the served checkpoint, and tell of one that no refit reaches.
 
-    MTP layers of the served checkpoint follow the policy if it trains them, which is known with the manifest.
+    MTP layers of the served checkpoint, and EAGLE drafters, follow a trainer that trains them, which is known with the manifest.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -79,7 +96,9 @@ def check_drafter(vllm_config: Any) -> None:
         RefitError: the drafter is all of the checkpoint that the engine serves, which is what the policy trains.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_weights(speculative.method) or may_follow(vllm_config):
+    if speculative is None or not has_weights(speculative.method):
+        return
+    if may_follow(vllm_config) or may_be_trained(vllm_config):
         return
     if speculative.model == vllm_config.model_config.model:
         raise RefitError(

@@ -14,8 +14,8 @@ from ..common.destination_mixin import DestinationRefitMixin
 from ..common.drafted import STAYS, DraftedDestination
 from .compat import ADAPTERS, KV_SCALES, SPECULATIVE, require_supported_runner, require_supported_vllm
 from .destination import VllmDestination
-from .drafted import DrafterDestination, drafted_destination
-from .drafters import check_drafter, live_drafter, may_follow
+from .drafted import drafted_destination
+from .drafters import check_drafter, live_drafter, may_be_trained, may_follow
 from .guard import guard_worker
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class WorkerRefit(DestinationRefitMixin):
             reset_caches=(runner.reset_encoder_cache,),
             stays_awake=lambda: self.stays_awake,
         )
-        if not may_follow(config):
+        if not (may_follow(config) or may_be_trained(config)):
             return served
         if not get_pp_group().is_last_rank:
             return served  # vLLM drafts on the last stage alone
@@ -84,9 +84,7 @@ class WorkerRefit(DestinationRefitMixin):
                 f"where rlrefit looks for it, so {STAYS}. Start vLLM without speculative_config, or install a newer rlrefit",
                 stage="trace",
             )
-        return drafted_destination(
-            served, DrafterDestination(drafter, runner.get_model(), config, runner.device), config
-        )
+        return drafted_destination(served, drafter, runner.get_model(), config)
 
     def join(
         self, rendezvous: dict[str, Any], first_rank: int, refit_config: dict[str, Any], engine: str

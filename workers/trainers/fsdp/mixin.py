@@ -41,6 +41,9 @@ class FSDPRefitMixin(SourceRefitMixin):
         kind = AdapterSource if self.refit_config.lora == "adapter" else FSDPSource
         return kind(self.model, self.refit_dtype)
 
+    def _drafter_dtype(self) -> torch.dtype | None:
+        return self.refit_dtype
+
     def _refit_model_parts(self) -> tuple[object, ...]:
         return (*super()._refit_model_parts(), self.refit_dtype)
 
