@@ -52,7 +52,14 @@ def engines(written) -> Iterator[tuple[Drafting, list[list[dict[str, str]]]]]:
         live.engine.shutdown()
 
 
-@pytest.mark.parametrize("kind", [MegatronWithHead, MegatronWithWideHead, FsdpWithHead])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(MegatronWithHead, marks=pytest.mark.full),
+        pytest.param(MegatronWithWideHead, marks=pytest.mark.full),
+        FsdpWithHead,
+    ],
+)
 def test_the_head_follows_its_trainer_with_the_policy_and_its_drafts_are_accepted_as_it_knows_them(
     kind, written, engines
 ) -> None:
