@@ -179,7 +179,7 @@ def _one_case(drafted: Drafted) -> DraftedRank:
     a, b = drafted.tensors(0), drafted.tensors(1)
     device = torch.device("cpu")
     destination = drafted_destination(
-        VllmDestination(pair.served, config, device), pair.drafter, pair.served, config
+        VllmDestination(pair.served, config, device), lambda: pair.drafter, pair.served, config
     )
     registered, rotary = list(config.compilation_config.static_forward_context.items()), dict(_ROPE_DICT)
     fragments, misc = destination.fragments(manifest_of(a))
@@ -210,7 +210,7 @@ def _one_case(drafted: Drafted) -> DraftedRank:
     vars(norm)["copied"] = norm.weight.detach().float()
     # As of ranks that meet after a first step.
     served = VllmDestination(pair.served, config, device)
-    later = drafted_destination(served, pair.drafter, pair.served, config)
+    later = drafted_destination(served, lambda: pair.drafter, pair.served, config)
     try:
         later.fragments(manifest_of(a))
     except RefitError as error:
@@ -243,10 +243,10 @@ def _refused_random(drafted: Drafted, tensors: Tensors) -> str:
     pair, config = _loaded_pair(drafted.random(), 0)
     served = VllmDestination(pair.served, config, torch.device("cpu"))
     try:
-        drafted_destination(served, pair.drafter, pair.served, config).fragments(manifest_of(tensors))
+        drafted_destination(served, lambda: pair.drafter, pair.served, config).fragments(manifest_of(tensors))
     except PlanError as error:
-        return error.parameter or ""
-    return ""
+        return error.parameter
+    return "taken"
 
 
 @contextmanager

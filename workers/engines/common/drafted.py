@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ....integration.errors import PlanError
+from ....integration.errors import PlanError, RefitError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
@@ -118,11 +119,19 @@ class TrainedDrafter:
     """The destination of a drafter of a checkpoint of its own, whose weights have a prefix in the refit.
 
     Args:
-        drafter: knows them by the names of that checkpoint.
+        make: what knows them by the names of that checkpoint. It is called with the first manifest that has such weights: an engine
+            whose trainer sends none is served whatever its drafter is.
     """
 
-    def __init__(self, drafter: BesideServed) -> None:
-        self._drafter = drafter
+    def __init__(self, make: Callable[[], BesideServed]) -> None:
+        self._make = make
+        self._made: BesideServed | None = None
+
+    @property
+    def _drafter(self) -> BesideServed:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     @property
     def kept_bytes(self) -> int:
@@ -135,20 +144,24 @@ class TrainedDrafter:
 
     def new_epoch(self) -> None:
         """As :meth:`TracedDestination.new_epoch`."""
-        self._drafter.new_epoch()
+        if self._made is not None:
+            self._made.new_epoch()
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """As :meth:`TracedDestination.quantized`."""
-        return _prefixed(self._drafter.quantized(_drafted(specs)))
+        with _named_as_sent():
+            return _prefixed(self._drafter.quantized(_drafted(specs)))
 
     def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """As :meth:`TracedDestination.fragments`."""
-        found, reasons = self._drafter.fragments(_drafted(specs))
+        with _named_as_sent():
+            found, reasons = self._drafter.fragments(_drafted(specs))
         return [replace(one, name=DRAFTER + one.name) for one in found], _prefixed(reasons)
 
     def routes(self, specs: Manifest) -> Routes:
         """As :meth:`TracedDestination.routes`."""
-        found = self._drafter.routes(_drafted(specs))
+        with _named_as_sent():
+            found = self._drafter.routes(_drafted(specs))
         return replace(found, landings=_prefixed(found.landings), reasons=_prefixed(found.reasons))
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -161,15 +174,34 @@ class TrainedDrafter:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As :meth:`TracedDestination.load_weights`, of weights that it :meth:`wants`."""
-        self._drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in weights)
+        with _named_as_sent():
+            self._drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in weights)
 
     def finish(self, version: int) -> None:
         """As :meth:`TracedDestination.finish`."""
-        self._drafter.finish(version)
+        with _named_as_sent():
+            self._drafter.finish(version)
 
     def abandon(self) -> None:
         """As :meth:`TracedDestination.abandon`."""
-        self._drafter.abandon()
+        if self._made is not None:
+            self._made.abandon()
+
+
+@contextmanager
+def _named_as_sent() -> Iterator[None]:
+    """Have errors name a drafter's weights as they travel: the policy has some of the same names."""
+    try:
+        yield
+    except RefitError as error:
+        text, _, _ = str(error).rpartition(" [")
+        name = f"{DRAFTER}{error.parameter}" if error.parameter else ""
+        raise type(error)(
+            f"the drafter that is trained beside the policy: {text or error}",
+            stage=error.stage,
+            rank=error.rank,
+            parameter=name,
+        ) from error
 
 
 def _drafted(specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[TensorSpec]:

@@ -290,7 +290,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             logger.warning(
                 "the trainer sends a drafter that it trains beside the policy (%d weights, the first is %s), and this engine has none that "
                 "takes them: they are left out, and if it drafts, fewer tokens are accepted as the policy moves. vLLM takes them with "
-                "method eagle or eagle3 in speculative_config",
+                "method eagle or eagle3 in speculative_config, without parallel_drafting",
                 len(drafted),
                 drafted[0],
             )

@@ -20,6 +20,7 @@ from torch import nn
 from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
+from ...drafter_names import without_drafter
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import filled_buffers, require_reached
@@ -148,7 +149,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the model's own ``load_weights``, as SGLang's updates do."""
         with torch.no_grad():
-            self._model.load_weights(self._loaded_by_sglang(weights))
+            self._model.load_weights(self._loaded_by_sglang(without_drafter(weights)))
 
     def loads_alone(self, specs: Manifest) -> bool:
         """Whether SGLang's own updates write all that this destination wants of ``specs``, by whose routes it goes from here on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from ..common.loader_trace.recording import StridedRegion
 from ..common.loader_trace.trace import Zeros
 from ..common.traced_destination import Routes, Traced
 from .destination import VllmDestination, VllmRoutes, meta_twin
-from .drafters import layers_of, may_follow, taken_in_parts, tell_of_stay
+from .drafters import drafts_at_random, layers_of, may_follow, taken_in_parts, tell_of_stay
 from .layouts import VllmLayout
 
 logger = logging.getLogger(__name__)
@@ -72,20 +72,12 @@ class EagleDestination(DrafterDestination):
     _shared: frozenset[str] = frozenset()
 
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
-        found = super()._held_by_others(twin)
-        own = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-        for name in sorted(found):
-            live = tensor_at(self._model, name)
-            if live is not None and live.shape != own[name].shape:
-                raise PlanError(
-                    f"the drafter computes with the model's, of shape {list(live.shape)}, and has one of its own by its configuration, of shape "
-                    f"{list(own[name].shape)}: vLLM has put the model's in its place, as it does with load_format=dummy. Nothing was written. "
-                    "Start vLLM from a checkpoint of the drafter, by a draft_load_config with load_format auto in speculative_config",
-                    stage="trace",
-                    parameter=DRAFTER + name,
-                )
-        self._shared = found
-        return found
+        # Also what a module of the model's has under no name of the twin's: a quantized head, say.
+        theirs = {id(module) for module in self._served.modules()}
+        at = tuple(f"{path}." for path, module in self._model.named_modules() if id(module) in theirs)
+        names = (name for name, _ in (*twin.named_parameters(), *twin.named_buffers()))
+        self._shared = super()._held_by_others(twin) | {name for name in names if name.startswith(at)}
+        return self._shared
 
     def _unused(self) -> frozenset[str]:
         return super()._unused() | self._needless()
@@ -105,41 +97,58 @@ class EagleDestination(DrafterDestination):
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         super()._check(traced)
         left = [
-            DRAFTER + name
+            name
             for name, at in traced.trace.touched.items()
             if not at and any(parameter.endswith(name) for parameter in self._shared)
         ]
+        if left and drafts_at_random(self._vllm_config):
+            raise PlanError(
+                f"the trainer sends it ({len(left)} such weights), and this engine's drafter computes with the model's own, since it was started with "
+                "load_format=dummy. Nothing was written. Start vLLM from a checkpoint of the drafter, by a draft_load_config with "
+                "load_format auto in speculative_config",
+                stage="trace",
+                parameter=left[0],
+            )
         if left:
             logger.warning(
                 "%s of the drafter that the trainer sends left out: this engine's drafter computes with the model's own, since its first "
                 "checkpoint had none or the same. If the trainer trains them apart from the policy's, fewer tokens are accepted; start vLLM "
                 "from a checkpoint of the drafter that has its own",
-                f"{left[0]} is" if len(left) == 1 else f"{', '.join(left)} are",
+                f"{DRAFTER}{left[0]} is"
+                if len(left) == 1
+                else f"{', '.join(DRAFTER + name for name in left)} are",
             )
 
 
 def drafted_destination(
-    served: VllmDestination, drafter: nn.Module, model: nn.Module, vllm_config: VllmConfig
+    served: VllmDestination, find: Callable[[], nn.Module], model: nn.Module, vllm_config: VllmConfig
 ) -> DraftedDestination[VllmDestination, DrafterDestination | TrainedDrafter]:
     """A served model and its drafter, of one vLLM worker.
 
     Args:
         served: of the model that verifies drafts.
-        drafter: the live one: MTP layers of the served checkpoint, or one that trainers train beside the policy.
-        model: the live one that verifies them.
+        find: the live drafter: MTP layers of the served checkpoint, or one that trainers train beside the policy, which is looked for
+            once a trainer sends it.
+        model: the live one that verifies drafts.
         vllm_config: the worker's configuration.
+
+    Raises:
+        RefitError: by ``find``.
     """
 
     def tell() -> None:
         tell_of_stay(vllm_config)
 
     if may_follow(vllm_config):
-        mtp_layers = DrafterDestination(drafter, model, vllm_config, served.device)
+        mtp_layers = DrafterDestination(find(), model, vllm_config, served.device)
         return DraftedDestination(
             served, mtp_layers, partial(mtp_weights, layers=layers_of(vllm_config)), tell
         )
-    eagle = EagleDestination(drafter, model, vllm_config, served.device)
-    return DraftedDestination(served, TrainedDrafter(eagle), partial(filter, of_drafter), tell)
+
+    def make() -> EagleDestination:
+        return EagleDestination(find(), model, vllm_config, served.device)
+
+    return DraftedDestination(served, TrainedDrafter(make), partial(filter, of_drafter), tell)
 
 
 def _drafting(vllm_config: VllmConfig) -> VllmConfig:

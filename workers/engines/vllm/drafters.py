@@ -76,7 +76,19 @@ def may_be_trained(vllm_config: Any) -> bool:
         speculative is not None
         and speculative.method in _TRAINED_BESIDE
         and speculative.model != vllm_config.model_config.model
+        # Its runner keeps what it has computed of a weight, out of any refit's reach.
+        and not getattr(speculative, "parallel_drafting", False)
     )
+
+
+def drafts_at_random(vllm_config: Any) -> bool:
+    """Whether vLLM has read no checkpoint of the drafter.
+
+    Args:
+        vllm_config: as of :func:`may_follow`.
+    """
+    unsaid = vllm_config.speculative_config.draft_load_config is None
+    return vllm_config.load_config.load_format == "dummy" and unsaid
 
 
 def is_mtp(method: str | None) -> bool:
@@ -116,7 +128,7 @@ def tell_of_stay(vllm_config: Any) -> None:
     random = (
         ". It was started with load_format=dummy and holds random numbers: give speculative_config a draft_load_config with "
         "load_format auto"
-        if vllm_config.load_config.load_format == "dummy" and speculative.draft_load_config is None
+        if drafts_at_random(vllm_config)
         else ""
     )
     asleep = f"A sleep of level 2 discards the drafter for good: sleep at level 1{random}"

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
 from vllm.distributed import get_pp_group
 
 from ....integration.colocated.memory import MemoryWatch, empty_cache
@@ -77,14 +78,18 @@ class WorkerRefit(DestinationRefitMixin):
             return served
         if not get_pp_group().is_last_rank:
             return served  # vLLM drafts on the last stage alone
-        drafter = live_drafter(runner)
-        if drafter is None:
-            raise RefitError(
-                f"the engine decodes speculatively ({config.speculative_config.method}), but {type(runner).__name__} has no drafter "
-                f"where rlrefit looks for it, so {STAYS}. Start vLLM without speculative_config, or install a newer rlrefit",
-                stage="trace",
-            )
-        return drafted_destination(served, drafter, runner.get_model(), config)
+
+        def found() -> Module:
+            drafter = live_drafter(runner)
+            if drafter is None:
+                raise RefitError(
+                    f"the engine decodes speculatively ({config.speculative_config.method}), but {type(runner).__name__} has no drafter "
+                    f"where rlrefit looks for it, so {STAYS}. Start vLLM without speculative_config, or install a newer rlrefit",
+                    stage="trace",
+                )
+            return drafter
+
+        return drafted_destination(served, found, runner.get_model(), config)
 
     def join(
         self, rendezvous: dict[str, Any], first_rank: int, refit_config: dict[str, Any], engine: str
