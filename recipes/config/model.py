@@ -18,6 +18,7 @@ from .drafting import PREDICTION_LAYERS, lack_violations, without_prediction
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
+from .weight_dtypes import qat_format
 
 # Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
 _MOST_ON_CPUS = 1_000_000_000
@@ -102,7 +103,8 @@ def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
 def packed_experts_violations(
     config: TrainConfig, hf_config: Mapping[str, Any], lack: str
 ) -> Iterator[Violation]:
-    """Experts in NVFP4, which vLLM computes with on GPUs alone: its emulation of them is written in Triton.
+    """Experts in NVFP4, which vLLM computes with on GPUs alone: its emulation of them is written in Triton. And those in INT4, which a
+    recipe asks Marlin for.
 
     Args:
         config: the recipe.
@@ -112,7 +114,7 @@ def packed_experts_violations(
     if config.policy.qat != "off" and experts_of(hf_config) is not None:
         yield Violation(
             ("policy.qat", "model.path", "ray.address"),
-            f"policy.qat: {config.policy.qat}, but the model has experts, which vLLM computes in NVFP4 on GPUs alone, and {lack}; give "
+            f"policy.qat: {config.policy.qat}, but the model has experts, which vLLM computes in {qat_format(config)} on GPUs alone, and {lack}; give "
             "off, or ray.address of a cluster with some",
         )
 
@@ -213,7 +215,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         for wrong, problem in (
             (
                 text.get("model_type") == "gpt_oss",
-                "GPT-OSS's experts have biases, and gates between up columns, which no layer here computes in NVFP4; give off",
+                f"GPT-OSS's experts have biases, and gates between up columns, which no layer here computes in {qat_format(config)}; give off",
             ),
             (
                 quantization_of(hf_config),

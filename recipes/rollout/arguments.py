@@ -76,7 +76,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         }
         if experts_of(hf_config or {}):
             arguments["moe_backend"] = "marlin"
-    if config.policy.qat != "off":
+    if config.policy.qat in ("w4a4", "w4a16"):
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")
         made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
