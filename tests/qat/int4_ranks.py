@@ -75,7 +75,7 @@ def _fsdp(case: Case) -> dict[str, Any]:
     for _ in range(2):
         with torch.no_grad():
             report["logits"].append(model(token_ids()).logits)
-        model.reshard()  # or torch takes what it has gathered without gradients for the training that follows
+        model.reshard()  # or the optimizer would be given parameters of the root that are gathered
         # Both ranks take the same rows, so that the average of their gradients is each one's.
         sgd_step(model)
     trained = dict(source.export([spec.name for spec in source.specs()]))
