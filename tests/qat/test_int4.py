@@ -333,3 +333,11 @@ def test_what_cannot_be_trained_in_int4_is_refused_by_name() -> None:
     assert "a.weight: a rank holds 48 columns, which cuts blocks of 64" in str(error.value)
     assert "b.weight" not in str(error.value)
     assert select(QATConfig(activations=False, format=Int4(32)), linears[1:], names[1:]) == {names[1]}
+
+
+def test_experts_of_which_parts_would_be_left_out_are_refused(checkpoints: Callable[[str], Path]) -> None:
+    model = _model(checkpoints("qwen3-moe"))
+    for left_out in ("*.experts.*.down_proj", "*.0.mlp.experts.3.*"):
+        config = QATConfig((*DEFAULT_EXCLUDED, left_out), activations=False, format=Int4(GROUP))
+        with pytest.raises(ValueError, match="experts"):
+            quantize_module(model, config)

@@ -86,7 +86,16 @@ class QAT:
         return self._made(at, (at,), weights[0])
 
     def stack_quantizer(self, weights: Collection[str]) -> Quantizer:
-        """For a parameter that holds one of these weights, or several that share a scale, for each expert in order."""
+        """For a parameter that holds one of these weights, or several that share a scale, for each expert in order.
+
+        Raises:
+            ValueError: some are left out; the same on all ranks.
+        """
+        if kept := sorted(set(weights) - self.weights):
+            raise ValueError(
+                f"{kept[0]} and {len(kept) - 1} more weights would be left out, and other experts' or parts of experts of the layer quantized; "
+                "engines hold all experts of a layer alike. Leave out all or none of them by exclude"
+            )
         places = () if self._scales is None else tuple(self._scales.position(weight) for weight in weights)
         return self._made(torch.tensor(places, device=rank_device()), places, next(iter(weights)))
 
