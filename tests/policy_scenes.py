@@ -97,19 +97,20 @@ def token_ids() -> torch.Tensor:
     return torch.randint(0, 64, (5, 13), generator=torch.Generator().manual_seed(1))
 
 
-def make_in_nvfp4(config: PolicyConfig) -> Any:
-    """A policy that computes in NVFP4, with scales of other inputs than the one before has: one that goes on has to load them."""
+def make_in_four_bits(config: PolicyConfig) -> Any:
+    """A policy that computes in NVFP4 or INT4; where inputs are quantized, with scales of other inputs than the one before has: one that goes on has to load them."""
     from rlrefit.recipes.policy.make import refitting_policy
 
     policy: Any = refitting_policy(config, RefitConfig())
     batch = plain_batch()
-    policy.calibrate_inputs(replace(batch, input_ids=batch.input_ids.roll(next(_CALIBRATED), dims=1)))
+    if policy.qat.config.activations:
+        policy.calibrate_inputs(replace(batch, input_ids=batch.input_ids.roll(next(_CALIBRATED), dims=1)))
     return policy
 
 
 def input_scales(policy: Any) -> list[torch.Tensor]:
-    """Of a policy that computes in NVFP4; none of another."""
-    if policy.config.qat is None:
+    """Of a policy that quantizes inputs; none of another."""
+    if policy.config.qat is None or not policy.config.qat.activations:
         return []
     return [torch.tensor([scale for _, scale in sorted(policy.qat.state_dict().items())])]
 

@@ -36,7 +36,7 @@ CHOICES = {
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.sglang.kv_cache_dtype": ("auto", "fp8"),
     "generation.weight_dtype": ("auto", "fp8", "int4", "mxfp4", "mxfp8"),
-    "policy.qat": ("off", "w4a4", "w4a16"),
+    "policy.qat": ("off", "w4a4", "w4a16", "int4"),
 }
 
 # Least value of each whole number, and what a smaller one would mean.

@@ -58,7 +58,7 @@ def mtp_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             trainer.optimizer.cpu_offload_fraction,
             "an optimizer in host memory has not run with them; give 0",
         ),
-        ("policy.qat", config.policy.qat != "off", "NVFP4 training has not run with them; give off"),
+        ("policy.qat", config.policy.qat != "off", "training in four bits has not run with them; give off"),
     ):  # fmt: skip
         if wrong:
             yield Violation((other, MTP), f"{other}: {MTP} is above 0, and {why}, or {MTP}=0")

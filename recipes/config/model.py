@@ -18,6 +18,7 @@ from .drafting import PREDICTION_LAYERS, lack_violations, without_prediction
 from .engines import context_violations
 from .errors import Violation
 from .schema import TrainConfig
+from .weight_dtypes import qat_format
 
 # Parameters of a policy that a machine without GPUs is let train: a small model, to try something.
 _MOST_ON_CPUS = 1_000_000_000
@@ -245,7 +246,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         for wrong, problem in (
             (
                 text.get("model_type") == "gpt_oss",
-                "GPT-OSS's experts have biases, and gates between up columns, which no layer here computes in NVFP4; give off",
+                f"GPT-OSS's experts have biases, and gates between up columns, which no layer here computes in {qat_format(config)}; give off",
             ),
             (
                 quantization_of(hf_config),

@@ -422,7 +422,8 @@ class PolicyConfig:
     Attributes:
         nccl_xfer_refit: shard to shard; false takes the conventional packed broadcast.
         qat: ``off``, or the policy trains for an engine in NVFP4, which gets packed weights: ``w4a4`` with inputs and weights of the
-            linear layers in four bits, ``w4a16`` with weights alone. For vLLM; ``docs/nvfp4.md`` says which GPU wants which.
+            linear layers in four bits, ``w4a16`` with weights alone. For vLLM; ``docs/nvfp4.md`` says which GPU wants which. ``int4``: for an
+            engine with ``generation.weight_dtype: int4``, in its groups (``docs/int4.md``).
         refit: see :class:`~rlrefit.integration.config.RefitConfig`.
     """
 

@@ -20,6 +20,11 @@ def weight_dtype_violations(config: TrainConfig, bad: set[str]) -> Iterator[Viol
         yield from check(config, bad)
 
 
+def qat_format(config: TrainConfig) -> str:
+    """The format of the weights that ``policy.qat`` trains with, for texts."""
+    return "INT4" if config.policy.qat == "int4" else "NVFP4"
+
+
 def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
     quantizes, dtype = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype
@@ -180,7 +185,7 @@ def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, trainer, generation = "policy.qat", config.trainer, config.generation
-    qat = config.policy.qat
+    qat, name, int4 = config.policy.qat, qat_format(config), config.policy.qat == "int4"
     if qat == "off" or key in bad:
         return
     for other, wrong, why in (
@@ -202,8 +207,13 @@ def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         ),
         (
             "generation.weight_dtype",
-            generation.weight_dtype != "auto",
-            "the engine holds NVFP4 then; give auto",
+            "generation.weight_dtype" not in bad and generation.weight_dtype != ("int4" if int4 else "auto"),
+            f"the engine holds {name} then; give {'int4' if int4 else 'auto'}",
+        ),
+        (
+            "policy.refit.trainer_quantize_int4",
+            int4 and not config.policy.refit.trainer_quantize_int4,
+            "refits bring the codes that it trains with by this alone; give true",
         ),
         (
             "generation.vllm.kv_cache_dtype",
@@ -213,12 +223,12 @@ def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         (
             "trainer.fsdp.cpu_offload",
             trainer.fsdp.cpu_offload,
-            "scales of weights in host memory have not been computed; give false",
+            "weights in host memory have not been quantized so; give false",
         ),
         (
             "model.dtype",
             config.model.dtype == "float32",
-            "vLLM computes with NVFP4 in 16 bits alone; give bfloat16",
+            f"vLLM computes with {name} in 16 bits alone; give bfloat16",
         ),
     ):
         if wrong:

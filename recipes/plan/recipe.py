@@ -10,6 +10,7 @@ import torch
 from ...integration.config import RefitConfig
 from ..config.errors import ConfigError
 from ..config.schema import TrainConfig, TrainerConfig
+from ..config.weight_dtypes import qat_format
 from .catalog import CatalogError, FsdpLayout, GenLayout, Model, TrainLayout, open_model
 
 
@@ -91,7 +92,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         raise ConfigError(
             config.name,
             [
-                f"policy.qat: {config.policy.qat} sends weights packed in NVFP4, and plans are of weights in BF16 or FP8; plan "
+                f"policy.qat: {config.policy.qat} sends weights packed in {qat_format(config)}, and plans are of weights in BF16 or FP8; plan "
                 "with off, which tells the same routes of all other weights"
             ],
         )

@@ -70,7 +70,7 @@ class PolicyConfig:
         dtype: that is computed in; the optimizer keeps float32 masters.
         seed: of the random states.
         max_skipped_steps: steps in a row that may be left out as their gradient is not finite.
-        qat: linear layers compute in NVFP4; None computes with the weights as they are.
+        qat: linear layers compute in four bits; None computes with the weights as they are.
 
     Raises:
         ValueError: lists all that is wrong.

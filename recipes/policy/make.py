@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...integration.config import RefitConfig
+from ...integration.quantize.formats import Int4
 from ...workers.trainers.fsdp.mixin import FSDPRefitMixin
 from ...workers.trainers.megatron.mixin import MegatronRefitMixin
-from ...workers.trainers.qat.config import QATConfig
+from ...workers.trainers.qat.config import NVFP4, QATConfig
 from ...workers.trainers.qat.fsdp import quantize_module
 from ...workers.trainers.qat.megatron import quantize_chunks
 from ...workers.trainers.qat.mixin import QATRefitMixin
@@ -49,8 +50,8 @@ class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
             return super()._step_optimizer()
 
 
-class TrainsInNVFP4(QATRefitMixin, Policy):
-    """What a policy does besides that computes in NVFP4, and whose packed weights travel; its class inherits this first."""
+class TrainsInFourBits(QATRefitMixin, Policy):
+    """What a policy does besides that computes in NVFP4 or INT4, and whose packed weights travel; its class inherits this first."""
 
     def __init__(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
         super().__init__(config, refit_config)  # type: ignore[call-arg]
@@ -60,7 +61,7 @@ class TrainsInNVFP4(QATRefitMixin, Policy):
 
     @abstractmethod
     def _quantize(self, config: QATConfig) -> QAT:
-        """Have the model's linear layers compute in NVFP4."""
+        """Have the model's linear layers compute in four bits."""
 
     def calibrate_inputs(self, batch: PolicyBatch) -> None:
         """Take the scales of the layers' inputs from a batch; every trainer rank calls it."""
@@ -75,7 +76,11 @@ class TrainsInNVFP4(QATRefitMixin, Policy):
         return told
 
     def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"qat": str(self.config.qat)}
+        qat = self.config.qat
+        assert qat is not None
+        # Checkpoints of runs in NVFP4 stay as they were.
+        format = {} if qat.format == NVFP4 else {"qat.format": str(qat.format)}
+        return super()._identity() | {"qat": str(qat), **format}
 
     def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
         state, files = super()._save_state(folder)
@@ -87,15 +92,15 @@ class TrainsInNVFP4(QATRefitMixin, Policy):
         self.qat.refresh()
 
 
-class QATMegatronPolicy(TrainsInNVFP4, RefittingMegatronPolicy):
-    """:class:`RefittingMegatronPolicy` in NVFP4."""
+class QATMegatronPolicy(TrainsInFourBits, RefittingMegatronPolicy):
+    """:class:`RefittingMegatronPolicy` in four bits."""
 
     def _quantize(self, config: QATConfig) -> QAT:
         return quantize_chunks(self.bridge, self.model, config)
 
 
-class QATFSDPPolicy(TrainsInNVFP4, RefittingFSDPPolicy):
-    """:class:`RefittingFSDPPolicy` in NVFP4."""
+class QATFSDPPolicy(TrainsInFourBits, RefittingFSDPPolicy):
+    """:class:`RefittingFSDPPolicy` in four bits."""
 
     def _quantize(self, config: QATConfig) -> QAT:
         return quantize_module(self.model, config)
@@ -136,9 +141,16 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
         "dtype": getattr(torch, config.model.dtype),
         "seed": config.seed,
         "max_skipped_steps": adam.max_skipped_steps,
-        "qat": None if config.policy.qat == "off" else QATConfig(activations=config.policy.qat == "w4a4"),
+        "qat": _qat(config),
     }
     return _fsdp(config, common) if trainer.backend == "fsdp" else _megatron(config, common)
+
+
+def _qat(config: TrainConfig) -> QATConfig | None:
+    qat = config.policy.qat
+    if qat == "int4":
+        return QATConfig(activations=False, format=Int4(config.generation.weight_group, config.model.dtype))
+    return None if qat == "off" else QATConfig(activations=qat == "w4a4")
 
 
 def _fsdp(config: TrainConfig, common: dict[str, Any]) -> FSDPPolicyConfig:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...integration.quantize import int4_checkpoint
 from ...integration.quantize.fp8_blockwise import BLOCK
 from ...integration.quantize.mxfp8 import BLOCK as MXFP8_BLOCK
 from ...integration.quantize.nvfp4_checkpoint import quantization_config
@@ -75,7 +76,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         }
         if experts_of(hf_config or {}):
             arguments["moe_backend"] = "marlin"
-    if config.policy.qat != "off":
+    if config.policy.qat in ("w4a4", "w4a16"):
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
         qat = QATConfig(activations=config.policy.qat == "w4a4")
         made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
@@ -225,21 +226,7 @@ def int4(group: int) -> dict[str, Any]:
     Args:
         group: elements of a row that share a scale.
     """
-    numbers = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": group,
-        "symmetric": True,
-        "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
-        "ignore": _NOT_QUANTIZED,
-    }
+    return int4_checkpoint.quantization_config(group, _NOT_QUANTIZED)
 
 
 def engine_seed(seed: int, replica: int) -> int:

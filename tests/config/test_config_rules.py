@@ -35,6 +35,7 @@ LORA = {"trainer.backend": "fsdp", "trainer.lora.rank": 4}
 MEGATRON_LORA, TP = {"trainer.lora.rank": 4}, "trainer.tensor_parallel"
 ALONE = {"policy.refit.lora": "adapter"}
 NATIVE = VLLM | FP8 | QUANTIZES | {"trainer.fp8_param": True, "trainer.distributed_optimizer": True}
+INT4_QAT = INT4 | {"policy.qat": "int4"}
 QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False, "policy.qat": "w4a4"}
 
 
@@ -92,7 +93,7 @@ QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False,
         (LORA | {"generation.tensor_parallel": 2} | ALONE, "more generation.replicas"),
         (VLLM | ALONE | LORA | {"trainer.lora.rank": 600}, "above 512"),
         (LORA | {ENABLED: True} | ALONE, "discard as they sleep"),
-        ({"policy.qat": "fp4"}, "off, w4a4, w4a16"),
+        ({"policy.qat": "fp4"}, "off, w4a4, w4a16, int4"),
         ({"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": 1.0}, "would rise"),
         (
             {
@@ -159,6 +160,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         QAT,
         QAT | {"generation.tensor_parallel": 2, "generation.replicas": 2, "policy.refit.delta": "always"},
         QAT | {ENABLED: True},
+        INT4_QAT,
+        INT4_QAT | {"generation.weight_group": 128, "trainer.tensor_parallel": 2, "trainer.ranks": 2},
         NATIVE,
         NATIVE | {ENABLED: True},
     ],
@@ -182,9 +185,20 @@ def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:
             },
         ),
         (VLLM | {"policy.qat": "w4a16"}, {"trainer.optimizer.cpu_offload_fraction": 0.5}),
+        (
+            INT4_QAT,
+            {
+                "generation.weight_dtype": "auto",
+                "policy.refit.trainer_quantize_int4": False,
+                "generation.backend": "transformers",
+                "trainer.optimizer.cpu_offload_fraction": 0.5,
+                "model.dtype": "float32",
+            },
+        ),
+        (QAT, {"generation.weight_dtype": "int4"}),
     ],
 )
-def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(
+def test_all_that_keeps_a_policy_from_training_in_four_bits_is_told_at_once(
     config_of, base: dict[str, Any], values: dict[str, Any]
 ) -> None:
     found = [v.keys for v in config_violations(config_of(base | values)) if v.keys[0] == "policy.qat"]

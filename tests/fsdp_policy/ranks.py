@@ -53,7 +53,7 @@ def make_policy(case: Case) -> Any:
         max_skipped_steps=scenes.MOST_SKIPPED,
         **case.options,
     )
-    return FSDPPolicy(config) if config.qat is None else scenes.make_in_nvfp4(config)
+    return FSDPPolicy(config) if config.qat is None else scenes.make_in_four_bits(config)
 
 
 def whole_weights(policy: Any) -> dict[str, torch.Tensor]:

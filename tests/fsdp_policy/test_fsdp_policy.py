@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.integration.quantize.formats import Int4
+from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED, QATConfig
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.policy_scenes import LENGTHS, ROUTED_IN_FLOAT32, assert_reference_stays, assert_resumed
 from tests.spawn import PATIENT_S, run_ranks
@@ -38,11 +39,14 @@ TRAINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "HSDP 2x1 x TP2 of experts": ("qwen3-moe", {"replicate": 2, "tensor_parallel": 2}, {}),
 }
 IN_BFLOAT16, WITH_REFERENCE = "FSDP4 in bfloat16", "HSDP 2x2 with a reference"
+# Their down projections have rows of a group and a half.
+IN_INT4 = QATConfig((*DEFAULT_EXCLUDED, "*.down_proj"), activations=False, format=Int4(32))
 RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
     "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16, {}),
     "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32, {}),
     ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16, {}),
     "FSDP4 in NVFP4": ("qwen3-moe", {}, torch.bfloat16, {"qat": QATConfig()}),
+    "FSDP4 in INT4": ("qwen3-tied", {}, torch.bfloat16, {"qat": IN_INT4}),
 }
 # Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``).
 _MORE = {"FSDP4", ROUTED_IN_FLOAT32}

@@ -56,7 +56,7 @@ def make_policy(case: Case) -> Any:
         recompute=None if case.recompute is None else Recompute(**case.recompute),
         lora=None if case.lora is None else Lora(**case.lora),
     )
-    policy = MegatronPolicy(config) if case.qat is None else scenes.make_in_nvfp4(config)
+    policy = MegatronPolicy(config) if case.qat is None else scenes.make_in_four_bits(config)
     if case.lora is not None:
         draw_factors(policy)
     return policy

@@ -16,11 +16,12 @@ from policy_ranks import Case, four_ranks, one_rank, two_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
 from rlrefit.recipes.tiny.checkpoints import resolve_model_path
 from rlrefit.recipes.tiny.make_tokenizer import PAD, vocabulary
 from rlrefit.workers.trainers.megatron.lora_targets import megatron_targets
-from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED, QATConfig
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.policy_scenes import (
     LENGTHS,
@@ -162,6 +163,14 @@ def _run(root: Path, more: bool) -> World:
             paths["moe"], LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8, lora=LORA
         ),
         "PP2_in_NVFP4": Case(paths["moe"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
+        "PP2_in_INT4": Case(
+            paths["qwen3"],
+            {"pipeline_parallel": 2},
+            "bfloat16",
+            eps=1e-8,
+            # Down projections have rows of a group and a half.
+            qat=QATConfig((*DEFAULT_EXCLUDED, "*.down_proj"), activations=False, format=Int4(32)),
+        ),
     }
     alone = {name: Case(path) for name, path in paths.items()}
     alone["kl"] = Case(paths["qwen3"], **of_grpo)
@@ -329,7 +338,7 @@ def test_the_reference_policy_stays_where_the_policy_began_on_parts_of_rows(worl
     "case",
     _marked(
         [
-            *("TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "PP2_in_NVFP4"),
+            *("TP2_EP2", "DP2", "CP2_EP2", "PP2_plain", "PP2_in_NVFP4", "PP2_in_INT4"),
             *("TP2_with_adapters", "TP2_EP2_with_adapters"),
         ],
         "resumed",

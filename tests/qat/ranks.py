@@ -66,7 +66,7 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
         losses.append(loss.item())
     with torch.no_grad():
         report["logits"] = model(token_ids()).logits.float()
-    report |= {"losses": losses, "slices": _slices(packed)}
+    report |= {"losses": losses, "slices": slices(packed)}
     if case.written.name == "of-fsdp":
         report |= _faults(rank, case, source, qat) | {"looks": _looks(rank, model, source, qat)}
         report |= _written_behind(case, model, qat)
@@ -227,7 +227,7 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
         qat.refresh()
         qat.release()
         losses.append(loss.item())
-    report |= {"losses": losses, "slices": _slices(packed)}
+    report |= {"losses": losses, "slices": slices(packed)}
     write_checkpoint(case.written, case.checkpoint, source, qat)
     parallel_state.destroy_model_parallel()
     return report
@@ -248,12 +248,12 @@ def _report(model: Any, qat: Any, packed: Any) -> dict[str, Any]:
     return {
         "weights": qat.weights,
         "inputs": qat.state_dict(),
-        "first": _slices(packed),
+        "first": slices(packed),
         "scales": {name: qat.scale(name, torch.float32).item() for name in qat.weights},
     }
 
 
-def _slices(packed: Any) -> dict[str, Any]:
+def slices(packed: Any) -> dict[str, Any]:
     """What this rank would send: box and bytes of each packed tensor."""
     fragments, refused = packed.fragments()
     packed.prepare()

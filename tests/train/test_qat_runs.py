@@ -94,7 +94,11 @@ def _train(folder: Path, ray_address: str, trainer: str) -> Ran:
 
 
 def _trained(folder: Path, trainer: str) -> Trained:
-    ran = on_shared_cluster(_train, folder, trainer)
+    return with_what_vllm_loads(on_shared_cluster(_train, folder, trainer))
+
+
+def with_what_vllm_loads(ran: Ran) -> Trained:
+    """A run with :class:`CheckedRefits`, and what vLLM makes of the checkpoint that it wrote."""
     written, held = str(ran.folder / WRITTEN), json.loads((ran.folder / HELD).read_text())
     loaded = run_alone(loaded_digests, written, environment=ENVIRONMENT, made_by=vllm_processes)
     return Trained(ran, held, loaded)

@@ -1,4 +1,4 @@
-"""A trained model as an NVFP4 checkpoint that vLLM and TensorRT-LLM load: packed tensors and their configuration."""
+"""A trained model as a checkpoint that engines load, packed tensors and their configuration: NVFP4 for vLLM and TensorRT-LLM, INT4 for vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ....integration.errors import RefitError
-from ....integration.quantize.nvfp4_checkpoint import quantization_config
+from ....integration.quantize import int4_checkpoint, nvfp4_checkpoint
+from ....integration.quantize.formats import Int4
 from ....integration.weights.endpoints import WeightSource
 from ....integration.weights.manifest import TensorSpec
 from ..durable import sync
@@ -155,17 +156,22 @@ class _Writer:
 
     def _configure(self, original: Path, specs: list[TensorSpec], qat: QAT) -> None:
         kept = [spec.name for spec in specs if len(spec.shape) > 1 and spec.name not in qat.weights]
-        made = quantization_config(
-            qat.weights,
-            [name for name in kept if "embed" not in name],
-            _version(),
-            qat.config.activations,
-            qat.config.force_dynamic_quantization,
-        )
-        config = json.loads((original / "config.json").read_text())
-        config["quantization_config"] = made.quantization_config
+        kept = [name for name in kept if "embed" not in name]
+        config, format = json.loads((original / "config.json").read_text()), qat.config.format
+        if isinstance(format, Int4):
+            ignore = sorted(nvfp4_checkpoint.module_of(name) for name in kept if name.endswith(".weight"))
+            config["quantization_config"] = int4_checkpoint.quantization_config(format.group, ignore)
+        else:
+            made = nvfp4_checkpoint.quantization_config(
+                qat.weights,
+                kept,
+                _version(),
+                qat.config.activations,
+                qat.config.force_dynamic_quantization,
+            )
+            config["quantization_config"] = made.quantization_config
+            _write_json(self._made() / "hf_quant_config.json", made.hf_quant_config)
         _write_json(self._made() / "config.json", config)
-        _write_json(self._made() / "hf_quant_config.json", made.hf_quant_config)
 
     def _flush(self) -> None:
         if self._pending:

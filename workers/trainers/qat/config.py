@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ....integration.quantize import nvfp4
+from ....integration.quantize.formats import Int4, Nvfp4
 from ....integration.quantize.nvfp4_checkpoint import fused_module, module_of
 
 # As ModelOpt leaves them out by default. Engines hold them unquantized whatever a checkpoint says.
@@ -22,13 +22,14 @@ DEFAULT_EXCLUDED = (
     "*conv1d*",
 )
 _LAYER = re.compile(r"^(?:(.*?)\.)?layers\.(\d+)\.")
+NVFP4 = Nvfp4()
 # Beside the decoder's layers; towers for images and sound have embeddings of other names.
 _EMBEDDING = re.compile(r"^(?:(.*)\.)?(?:embed_tokens|embeddings|word_embeddings|tok_embeddings)\.weight$")
 
 
 @dataclass(frozen=True)
 class QATConfig:
-    """Quantization-aware training in NVFP4.
+    """Quantization-aware training in NVFP4 or INT4.
 
     Attributes:
         exclude: glob patterns over names of modules in the Hugging Face checkpoint (``model.layers.0.mlp.down_proj``);
@@ -36,11 +37,12 @@ class QATConfig:
         first_layers: layers to leave out at the decoder's begin; of each stack of layers, in a model without token
             embeddings. Layers of towers for images, and those that predict further tokens, are left out by ``exclude``.
         last_layers: and at its end.
-        activations: W4A4; otherwise weights alone (W4A16).
+        activations: W4A4; otherwise weights alone (W4A16). INT4 has no other, so that it takes false.
         force_dynamic_quantization: the global scale of a layer's inputs is that of their own maximum at each call,
             as TensorRT-LLM has it under its option of this name; otherwise what calibration found. vLLM has no such
             mode: it always takes the checkpoint's ``input_scale``, so train without it for vLLM; an export warns of that,
             and :class:`.mixin.QATRefitMixin` refuses.
+        format: of the weights. ``Int4(group)`` for an engine that holds them so: its ``dtype`` is the one that they are exported in.
     """
 
     exclude: tuple[str, ...] = DEFAULT_EXCLUDED
@@ -48,6 +50,13 @@ class QATConfig:
     last_layers: int = 0
     activations: bool = True
     force_dynamic_quantization: bool = False
+    # Not in the repr, which identifies runs in NVFP4 in their checkpoints.
+    format: Nvfp4 | Int4 = field(default=NVFP4, repr=False)
+
+    @property
+    def format_name(self) -> str:
+        """For texts."""
+        return self.format.kind.upper()
 
 
 @dataclass(frozen=True)
@@ -98,13 +107,14 @@ def select(
     problems = [
         *_of_numbers(config, depths, set(ends.values())),
         *_unmatched(config.exclude, modules.values()),
-        *_of_weights(linear for linear in linears if linear.name in chosen),
+        *_of_weights(config, [linear for linear in linears if linear.name in chosen]),
         *_of_fused(chosen, names),
     ]
     if not chosen:
         problems.append("no linear layer is left to quantize; leave out less")
     if problems:
-        raise ValueError("NVFP4 training is not possible so:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        told = "\n  ".join(dict.fromkeys(problems))
+        raise ValueError(f"{config.format_name} training is not possible so:\n  {told}")
     return chosen
 
 
@@ -150,6 +160,8 @@ def _of_numbers(config: QATConfig, depths: Mapping[str, int], used: Collection[s
                 f"{', '.join(f'{stack}.layers' for stack in depths)} that would be quantized otherwise, so it leaves "
                 "nothing out; give 0, or leave out what is meant by exclude"
             )
+    if config.activations and config.format != NVFP4:
+        yield f"activations is true, and {config.format_name} has quantized weights alone; give activations=False"
     if config.force_dynamic_quantization and not config.activations:
         yield (
             "force_dynamic_quantization is about activations, and activations is false, which leaves them as they "
@@ -166,13 +178,14 @@ def _unmatched(patterns: Iterable[str], modules: Collection[str]) -> Iterator[st
             )
 
 
-def _of_weights(chosen: Iterable[Linear]) -> Iterator[str]:
+def _of_weights(config: QATConfig, chosen: Iterable[Linear]) -> Iterator[str]:
+    _, block = config.format.block
     for linear in chosen:
         if linear.refused:
             yield f"{linear.name}: {linear.refused}. Leave its layer out by exclude"
-        elif linear.columns % nvfp4.BLOCK:
+        elif linear.columns % block:
             yield (
-                f"{linear.name}: a rank holds {linear.columns} columns, which cuts blocks of {nvfp4.BLOCK}. Leave "
+                f"{linear.name}: a rank holds {linear.columns} columns, which cuts blocks of {block}. Leave "
                 "its layer out by exclude, or choose another tensor parallelism"
             )
         if fnmatchcase(module_of(linear.name), "*lm_head"):

@@ -1,4 +1,4 @@
-"""NVFP4 training of transformers models and other modules, under ``fully_shard`` or alone."""
+"""NVFP4 and INT4 training of transformers models and other modules, under ``fully_shard`` or alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STACKS = ("gate_up_proj", "down_proj")
 
 
 def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGroup | None = None) -> QAT:
-    """Make the linear layers of ``model`` compute in NVFP4; before ``fully_shard`` or after it.
+    """Make the linear layers of ``model`` compute in NVFP4 or INT4; before ``fully_shard`` or after it.
 
     ``nn.Linear`` (without tensor parallelism) and transformers' stacks of experts. A collective of all trainer ranks.
 
@@ -64,7 +64,7 @@ def _require_no_adapters(model: nn.Module) -> None:
     if has_adapters(model):
         raise ValueError(
             f"{type(model).__name__} has LoRA adapters, which add to weights that are quantized for themselves in training, and are merged "
-            "before they are quantized for the engine: it would compute something else. Train all weights, or without NVFP4"
+            "before they are quantized for the engine: it would compute something else. Train all weights, or without quantization"
         )
 
 

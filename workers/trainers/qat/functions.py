@@ -1,8 +1,8 @@
 """Fake quantization in autograd.
 
-Straight-through: the backward pass takes the quantized values for what they stand for. A weight's global scale is
-made of its true maximum, so nothing of it is cut off and its gradient passes as it is. Elements of activations beyond
-the range of a static scale have been cut off, and get no gradient.
+Straight-through: the backward pass takes the quantized values for what they stand for. A weight's scales are made of its true
+maxima, so its gradient passes as it is: NVFP4 cuts nothing off, and INT4 at most half a step of a group's largest element. Elements of
+activations beyond the range of a static scale have been cut off, and get no gradient.
 """
 
 from __future__ import annotations
@@ -12,13 +12,36 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....integration.quantize import nvfp4
+from ....integration.errors import RefitError
+from ....integration.quantize import int4, nvfp4
+from ....integration.quantize.formats import Int4, Nvfp4
 from ....integration.quantize.nvfp4 import Arithmetic
+from .config import NVFP4
 
 
-def fake_weight(weight: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """What the engine reads of a weight, in its dtype and without a gradient."""
+def fake_weight(
+    weight: torch.Tensor, scale_2: torch.Tensor | None, format: Nvfp4 | Int4 = NVFP4
+) -> torch.Tensor:
+    """What the engine reads of a weight, in its dtype and without a gradient.
+
+    Args:
+        weight: ``[..., k]``, whole or a part that cuts no block.
+        scale_2: its global scale; None in a format without.
+        format: of the engine.
+
+    Raises:
+        RefitError: INT4 is made of another dtype of 16 bits, which the weight can't be told in.
+    """
     with torch.no_grad():
+        if isinstance(format, Int4):
+            if weight.dtype not in (torch.float32, format.scale_dtype):
+                raise RefitError(
+                    f"a layer computes with a weight in {weight.dtype}, and INT4 is made of it in {format.scale_dtype}: the engine would "
+                    f"get other codes. Compute in {format.scale_dtype} or float32, or give QATConfig(format=Int4(…, dtype=…)) the "
+                    "dtype that is exported",
+                    stage="quantize",
+                )
+            return int4.dequantize(*format.encode(weight.to(format.scale_dtype))).to(weight.dtype)
         return nvfp4.dequantize(*nvfp4.quantize(weight, scale_2), dtype=weight.dtype)
 
 
@@ -34,13 +57,17 @@ def fake_input(x: torch.Tensor, scale_2: torch.Tensor | None) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    format: Nvfp4 | Int4 = NVFP4,
 ) -> torch.Tensor:
     """``fake_input(x) @ fake_weight(weight).T``, which keeps nothing for the backward pass but ``x`` and ``weight``.
 
     So FSDP may free a gathered weight in between. What is quantized is computed once more instead.
     """
-    result: torch.Tensor = _Linear.apply(x, weight, weight_scale, input_scale)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Linear.apply(x, weight, weight_scale, input_scale, format)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,11 +87,13 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        weight_scale: torch.Tensor,
+        weight_scale: torch.Tensor | None,
         input_scale: torch.Tensor | None,
+        format: Nvfp4 | Int4,
     ) -> torch.Tensor:
+        ctx.format = format
         ctx.save_for_backward(x, weight, weight_scale, input_scale)
-        return functional.linear(fake_input(x, input_scale), fake_weight(weight, weight_scale))
+        return functional.linear(fake_input(x, input_scale), fake_weight(weight, weight_scale, format))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -72,10 +101,10 @@ class _Linear(torch.autograd.Function):
         x, weight, weight_scale, input_scale = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ fake_weight(weight, weight_scale)
+            of_x = gradient @ fake_weight(weight, weight_scale, ctx.format)
             if input_scale is not None:
                 of_x = torch.where(nvfp4.in_range(x, input_scale), of_x, torch.zeros_like(of_x))
         if ctx.needs_input_grad[1]:
             inputs = fake_input(x, input_scale)
             of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
-        return of_x, of_weight, None, None
+        return of_x, of_weight, None, None, None

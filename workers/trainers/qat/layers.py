@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ....integration.errors import RefitError
+from ....integration.quantize.formats import Int4, Nvfp4
 from .functions import fake_input, fake_weight, linear, straight_through
 from .scales import InputScales, WeightScales
 
@@ -42,14 +43,16 @@ class Quantizer:
     """The scales of one parameter and of what it is multiplied with.
 
     Attributes:
-        weights: all scales of weights.
+        format: of the parameter.
+        weights: all global scales of weights; None in a format without.
         at: this one's, or one for each expert of a stack.
         places: the same, as numbers.
         inputs: all scales of inputs; None if they are not quantized.
         input_at: this layer's.
     """
 
-    weights: WeightScales
+    format: Nvfp4 | Int4
+    weights: WeightScales | None
     at: int | torch.Tensor
     places: tuple[int, ...]
     inputs: InputScales | None
@@ -64,16 +67,19 @@ class Quantizer:
         self.inputs.observe(self.input_at, x)
         return True
 
-    def weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
-        """``weight_scale_2`` for the weight as it is passed to the product, and where that is computed.
+    def weight_scale(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor | None:
+        """``weight_scale_2`` for the weight as it is passed to the product, and where that is computed; None in a format without.
 
         Scales are kept on the rank's GPU, and a model may be computed on the host beside it.
 
         Raises:
             RefitError: the weight was written since the last refresh.
         """
+        if self.weights is None:
+            return None
         self.weights.check_versions(self.places)
-        return self.weights.of(self.at, weight.dtype).to(weight.device)
+        scale = self.weights.of(self.at, weight.dtype).to(weight.device)
+        return scale if expert is None else scale[expert]
 
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
         """``input_scale`` for these inputs, where they are."""
@@ -82,16 +88,20 @@ class Quantizer:
     def kept(self, weight: torch.Tensor) -> torch.Tensor:
         """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
 
+        In a format without global scales nothing tells of a new step, so each forward pass computes it anew, and nothing stays.
+
         Raises:
             RefitError: the weight was written since the last refresh.
         """
+        if self.weights is None:
+            return fake_weight(weight, None, self.format)
         scale = self.weight_scale(weight)
         generation, place, version = made_for = (self.weights.generation, weight.data_ptr(), weight._version)
         if self._cached_for[0] == generation and self._cached_for[2] != version:
             self.weights.now_stale("a weight was written after the last refresh()")
             scale = self.weight_scale(weight)
         if self._cached is None or self._cached_for[:2] != (generation, place):
-            self._cached = fake_weight(weight, scale)
+            self._cached = fake_weight(weight, scale, self.format)
         self._cached_for = made_for
         return self._cached
 
@@ -142,7 +152,7 @@ def quantize_experts(module: Any, gate_up: Quantizer, down: Quantizer) -> None:
 def quantize_parallel(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> None:
     """For Megatron's linear layers and grouped experts: their own code runs, with other weights and inputs.
 
-    The quantized values of ``quantizers``' parameters stay in memory between steps.
+    The quantized values of ``quantizers``' parameters stay in memory between steps (:meth:`Quantizer.kept`).
     """
     original = module.forward
     first = next(iter(quantizers.values()))
@@ -220,12 +230,12 @@ def _multiplied(x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> 
     if isinstance(weight, DTensor):
         raise RefitError(
             "a quantized layer computes with a DTensor, so it is tensor parallel, or runs outside of the module that "
-            "fully_shard gathers it for; NVFP4 training knows FSDP alone. Use Megatron for tensor parallelism, or "
+            "fully_shard gathers it for; training in four bits knows FSDP alone. Use Megatron for tensor parallelism, or "
             "leave the layer out by exclude",
             stage="quantize",
         )
     x, weight = _as_autocast_has_it(x, weight)
-    return linear(x, weight, quantizer.weight_scale(weight), quantizer.input_scale(x))
+    return linear(x, weight, quantizer.weight_scale(weight), quantizer.input_scale(x), quantizer.format)
 
 
 def _of_expert(
@@ -239,7 +249,7 @@ def _of_expert(
     if calibrating:
         return functional.linear(x, stack[expert])
     x, weight = _as_autocast_has_it(x, stack[expert])
-    return linear(x, weight, quantizer.weight_scale(weight)[expert], input_scale)
+    return linear(x, weight, quantizer.weight_scale(weight, expert), input_scale, quantizer.format)
 
 
 def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""NVFP4 training of Megatron models under Bridge: TP, EP, ETP, PP, with Transformer Engine or the CPU's stand-ins."""
+"""NVFP4 and INT4 training of Megatron models under Bridge: TP, EP, ETP, PP, with Transformer Engine or the CPU's stand-ins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONTRADICTIONS = {
 def quantize_chunks(
     bridge: Any, model: list[Any], config: QATConfig, group: dist.ProcessGroup | None = None
 ) -> QAT:
-    """Make the linear layers of this rank's model chunks compute in NVFP4; a collective of all trainer ranks.
+    """Make the linear layers of this rank's model chunks compute in NVFP4 or INT4; a collective of all trainer ranks.
 
     Args:
         bridge: ``AutoBridge`` of the Hugging Face checkpoint.
@@ -43,7 +43,7 @@ def quantize_chunks(
         config: what to quantize.
         group: of all trainer ranks; None for the default group.
 
-    The quantized values stay in memory between steps, beside the weights, in their dtype.
+    The quantized values lie beside the weights, in their dtype: in NVFP4 between steps, in INT4 from a forward pass to its backward pass.
 
     Raises:
         ValueError: it can't be done as asked; tells all that is wrong, the same on all ranks.
@@ -57,7 +57,7 @@ def quantize_chunks(
         name = task.global_param_name.rpartition(".")[2]
         if task.param_weight is None or not _is_linear(task.megatron_module) or not name.startswith("weight"):
             continue
-        names, reason = _placed(task)
+        names, reason = _placed(task, config)
         if ".mlp.experts." in task.global_param_name and task.megatron_module not in grouped:
             reason = "Megatron computes its experts by a class that is not known here"
         columns = task.param_weight.shape[-1]
@@ -100,7 +100,7 @@ def _is_linear(module: Any) -> bool:
     return type(module).__name__ in PARALLEL or type(module).__name__ == NORMED
 
 
-def _placed(task: Any) -> tuple[tuple[str, ...], str]:
+def _placed(task: Any, config: QATConfig) -> tuple[tuple[str, ...], str]:
     """The weights that a parameter holds parts of, and why it can't be quantized, or an empty string."""
     if is_adapted(task):
         return _named(task), "an adapter adds to it"
@@ -109,7 +109,8 @@ def _placed(task: Any) -> tuple[tuple[str, ...], str]:
     except Refused as reason:
         return _named(task), str(reason)
     names = tuple(dict.fromkeys(fragment.name for fragment in fragments))
-    if len({fused_module(name) for name in names if name.endswith(".weight")}) > 1:
+    fused = {fused_module(name) for name in names if name.endswith(".weight")}
+    if config.format.has_global_scale and len(fused) > 1:
         return names, "Megatron has it in one parameter with weights that engines give other scales"
     if any(f.view.dim() != 2 or f.view.stride() != task.param_weight.stride() for f in fragments):
         return names, "Megatron has its rows in another form"

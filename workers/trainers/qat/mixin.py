@@ -1,4 +1,4 @@
-"""``QATRefitMixin``: the refit of packed NVFP4 weights, for a trainer that trains with them.
+"""``QATRefitMixin``: the refit of NVFP4 or INT4 weights, for a trainer that trains with them.
 
 Inherit it before the mixin of your trainer; beside what that one needs, it needs ``self.qat``::
 
@@ -11,12 +11,15 @@ Inherit it before the mixin of your trainer; beside what that one needs, it need
             self.qat = quantize_module(self.model, QATConfig())
 
 The calls are those of :class:`SourceRefitMixin`. The engine has to be started from a checkpoint of the same layers in
-NVFP4, as :func:`.checkpoint.write_checkpoint` writes it.
+the same format, as :func:`.checkpoint.write_checkpoint` writes it. In INT4 ``refit_config`` has ``trainer_quantize_int4``.
 """
 
 from __future__ import annotations
 
-from ....integration.errors import RefitError
+from typing import Any
+
+from ....integration.errors import RefitError, RefitMismatch
+from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import WeightSource
 from ..source_mixin import SourceRefitMixin
 from .model import QAT
@@ -24,7 +27,7 @@ from .source import PackedSource
 
 
 class QATRefitMixin(SourceRefitMixin):
-    """Sends packed weights and their scales in the quantized weights' place.
+    """Sends packed weights and their scales in the quantized weights' place, those that training computed with.
 
     Attributes:
         qat: of the trainer's model.
@@ -41,4 +44,54 @@ class QATRefitMixin(SourceRefitMixin):
                 "(docs/trtllm.md) and its force_dynamic_quantization",
                 stage="settings",
             )
-        return PackedSource(super()._make_refit_source(), self.qat)
+        format = self.qat.config.format
+        if format.has_global_scale:
+            return PackedSource(super()._make_refit_source(), self.qat)
+        if not getattr(self.refit_config, format.setting):
+            raise RefitError(
+                f"self.qat trains in {self.qat.config.format_name}, and refit_config does not have the trainer make it: the engine would get "
+                f"weights that training did not compute with. Nothing was sent. Set {format.setting} to true",
+                stage="settings",
+            )
+        self.qat.require_as_quantized()
+        return super()._make_refit_source()
+
+    def join_refit(self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer") -> dict[str, Any]:
+        """As :meth:`SourceRefitMixin.join_refit`.
+
+        Raises:
+            RefitMismatch: engines hold other layers in INT4 than those that are trained so, or in other groups; nothing was written.
+        """
+        told = super().join_refit(rendezvous, rank, engine)
+        assert self._refit_session is not None
+        format = self.qat.config.format
+        if not format.has_global_scale and (
+            wrong := self._differing(self._refit_session.engine.planned.formats)
+        ):
+            self._close_session()
+            name, reason = wrong[0]
+            raise RefitMismatch(
+                f"{reason}, and so it is with {len(wrong) - 1} more weights: the engine would generate by other weights than training "
+                "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
+                "(exclude, first_layers, last_layers and format of QATConfig)",
+                stage="handshake",
+                rank=rank,
+                parameter=name,
+            )
+        return told
+
+    def _differing(self, held: dict[str, Format]) -> list[tuple[str, str]]:
+        """Weights that engines hold otherwise than they are trained, each with what differs."""
+        trained: dict[str, Format] = dict.fromkeys(self.qat.weights, self.qat.config.format)
+        return [
+            (
+                name,
+                f"the engine holds it {_told(held.get(name))}, and it is trained {_told(trained.get(name))}",
+            )
+            for name in sorted(held.keys() | trained.keys())
+            if held.get(name) != trained.get(name)
+        ]
+
+
+def _told(format: Format | None) -> str:
+    return "unquantized" if format is None else f"as {format}"

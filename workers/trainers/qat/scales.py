@@ -56,6 +56,20 @@ def _maximum_over(
     ) from failure
 
 
+def prepare_on_all(group: dist.ProcessGroup | None, source: WeightSource) -> None:
+    """Prepare a source on all trainer ranks; a collective.
+
+    Raises:
+        RefitError: on all ranks, if it fails on any. Without other ranks, what it raised.
+    """
+
+    def work() -> torch.Tensor:
+        source.prepare()
+        return torch.zeros(0, device=rank_device())
+
+    _maximum_over(group, 0, work, "preparing the export")
+
+
 class Found(NamedTuple):
     """Largest magnitudes of weights that are exported in one dtype, as their encoding notes them.
 

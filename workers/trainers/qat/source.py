@@ -74,9 +74,17 @@ class PackedSource:
         qat: of the same model.
 
     :meth:`prepare` is a collective of all trainer ranks, if there are several.
+
+    Raises:
+        ValueError: of a policy in INT4, whose codes the refit makes of ``source`` itself.
     """
 
     def __init__(self, source: WeightSource, qat: QAT):
+        if not qat.config.format.has_global_scale:
+            raise ValueError(
+                f"PackedSource packs NVFP4, and the policy trains in {qat.config.format_name}; send the unquantized source with "
+                f"policy.refit.{qat.config.format.setting}=true"
+            )
         self._source = source
         self._qat = qat
         # The same memory each time: who asked for fragments before reads what :meth:`prepare` writes, as who asks now.
