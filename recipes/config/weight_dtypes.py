@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...integration.quantize.int4 import GROUPS
 from .errors import Violation
@@ -68,6 +68,14 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
+def _unmet(dtype: str, requirements: Iterable[tuple[str, bool, str]]) -> Iterator[Violation]:
+    """What a ``generation.weight_dtype`` asks for: another key, whether its value is wrong, and why."""
+    stored = "generation.weight_dtype"
+    for other, wrong, why in requirements:
+        if wrong:
+            yield Violation((stored, other), f"{other}: {stored} is {dtype}, and {why}, or {stored}=auto")
+
+
 def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, stored = "policy.refit.trainer_quantize_mxfp4", "generation.weight_dtype"
     quantizes, mxfp4 = config.policy.refit.trainer_quantize_mxfp4, config.generation.weight_dtype == "mxfp4"
@@ -78,7 +86,7 @@ def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
     if not mxfp4:
         return
-    for other, wrong, why in (
+    requirements = (
         (key, not quantizes, "vLLM packs nothing itself; give true"),
         (
             "generation.backend",
@@ -95,9 +103,8 @@ def _mxfp4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             config.generation.vllm.kv_cache_dtype != "auto",
             "an FP8 KV cache beside it has not run; give auto",
         ),
-    ):
-        if wrong:
-            yield Violation((stored, other), f"{other}: {stored} is mxfp4, and {why}, or {stored}=auto")
+    )
+    yield from _unmet("mxfp4", requirements)
 
 
 def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
@@ -124,7 +131,7 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
                 (group, stored), f"{group}: it is of {stored}=int4 alone; give that, or leave it out"
             )
         return
-    for other, wrong, why in (
+    requirements = (
         (key, not quantizes, "vLLM makes no such weights itself; give true"),
         (
             "generation.backend",
@@ -141,9 +148,8 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             config.generation.vllm.kv_cache_dtype != "auto",
             "an FP8 KV cache beside it has not run; give auto",
         ),
-    ):
-        if wrong:
-            yield Violation((stored, other), f"{other}: {stored} is int4, and {why}, or {stored}=auto")
+    )
+    yield from _unmet("int4", requirements)
 
 
 def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
