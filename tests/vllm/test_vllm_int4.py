@@ -11,7 +11,7 @@ from vllm_int4 import CPU, MARLIN, UNKNOWN
 
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.rollout.arguments import int4
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -27,6 +27,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Triton's experts": (CPU, 32, {"experts": True}),
 }
 OTHER = "a kernel that was not read"
+LISTED = {**CASES, OTHER: (UNKNOWN, 64, {})}
+_STAGES = {case for case, (*_, options) in CASES.items() if "ranks" in options}
+ALL, IN_PLACE = left_to_all(LISTED, _STAGES), left_to_all(CASES, _STAGES)
 Results = dict[str, list[Fp8Result]]
 # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
 CUT = {"experts": True, "width": 192}
@@ -34,28 +37,37 @@ CUT = {"experts": True, "width": 192}
 
 def refit_int4(folder: Path) -> tuple[Results, list[str]]:
     """In one pair of processes; and what each of them told of experts whose groups are cut."""
-    cases = {**CASES, OTHER: (UNKNOWN, 64, {})}
-    listed = [
-        write_int4_case(folder / name, kernel, int4(group), **options)
-        for name, (kernel, group, options) in cases.items()
-    ]
+    return _refit(folder, {*LISTED} - _STAGES)
+
+
+@of_all_tests
+def refit_int4_in_stages(folder: Path) -> tuple[Results, list[str]]:
+    return _refit(folder, _STAGES)
+
+
+AHEAD = (refit_int4, refit_int4_in_stages)
+
+
+def _refit(folder: Path, names: set[str]) -> tuple[Results, list[str]]:
+    cases = sorted(names)
+    listed = []
+    for name in cases:
+        kernel, group, options = LISTED[name]
+        listed.append(write_int4_case(folder / name, kernel, int4(group), **options))
     cut = write_int4_case(folder / "cut", CPU, int4(64), **CUT)
     by_rank = run_ranks(refit_int4_but, 2, listed, cut, timeout_s=PATIENT_S, made_by=vllm_processes)
     results, told = zip(*by_rank, strict=True)
     return dict(zip(cases, map(list, zip(*results, strict=True)), strict=True)), list(told)
 
 
-AHEAD = (refit_int4,)
-
-
 @pytest.fixture
 def ranks(case: str, found_ahead: FoundAhead) -> list[Fp8Result]:
     """What each rank of a case saw."""
-    found: tuple[Results, list[str]] = found_ahead.by(refit_int4)
+    found: tuple[Results, list[str]] = found_ahead.by(refit_int4_in_stages if case in _STAGES else refit_int4)
     return found[0][case]
 
 
-@pytest.mark.parametrize("case", [*CASES, OTHER])
+@pytest.mark.parametrize("case", ALL)
 def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(
     ranks: list[Fp8Result], case: str
 ) -> None:
@@ -65,7 +77,7 @@ def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(
         assert rank.told == rank.own
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_PLACE)
 def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(
     ranks: list[Fp8Result], case: str
 ) -> None:
@@ -96,13 +108,13 @@ def test_experts_whose_shards_cut_groups_are_refused(found_ahead: FoundAhead) ->
     assert all("group" in one for one in told)
 
 
-@pytest.mark.parametrize("case", [*CASES, OTHER])
+@pytest.mark.parametrize("case", ALL)
 def test_refits_are_dense_where_vllm_puts_what_is_written_in_order(ranks: list[Fp8Result], case: str) -> None:
     # All of these have linear layers that it puts in order.
     assert [rank.sparse for rank in ranks] == [[False, *[case == OTHER] * 3]] * 2
 
 
-@pytest.mark.parametrize("case", [*CASES, OTHER])
+@pytest.mark.parametrize("case", ALL)
 @pytest.mark.parametrize(
     ("brought", "told"),
     [
