@@ -108,9 +108,10 @@ class RefitConfig:
         return [key for key in keys if getattr(self, key)]
 
     @property
-    def quantized_in_transit(self) -> list[str]:
-        """Those of them by which weights become codes as they are packed, in the format of which the engine tells."""
-        return [key for key in self._quantizing if key != "trainer_quantize_mxfp4"]
+    def quantized_in_transit(self) -> str:
+        """The one of them by which weights become codes as they are packed, in the format of which the engine tells; empty if there is
+        none."""
+        return next((key for key in self._quantizing if key != "trainer_quantize_mxfp4"), "")
 
     @property
     def bucket_bytes(self) -> int:

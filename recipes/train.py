@@ -197,8 +197,7 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     # Codes are made of 16 bits, on CPUs too.
     refit = config.policy.refit
     made = refit.quantized_in_transit or refit.trainer_quantize_mxfp4
-    quantizes = bool(made) or config.policy.qat != "off"
-    in_bf16 = gpus or quantizes or needs_bfloat16(config)
+    in_bf16 = gpus or made or config.policy.qat != "off" or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 
 

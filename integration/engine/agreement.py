@@ -170,7 +170,7 @@ def _pack(wanted: dict[str, Format], specs: Sequence[TensorSpec]) -> list[list[A
 
 
 def _merge(
-    channel: Channel, specs: Sequence[TensorSpec], asked: Sequence[str], answers: Sequence[list[list[Any]]]
+    channel: Channel, specs: Sequence[TensorSpec], asked: str, answers: Sequence[list[list[Any]]]
 ) -> dict[str, Format]:
     """Each weight's format, in the order of ``specs``."""
     known: list[Format] = []
@@ -203,26 +203,25 @@ def _merge(
             chosen[indices] = number
     # Those that no key asks for are told of where their tensors are.
     stored = {format.setting: format for format in known if format.setting}
-    for setting in asked:
-        if setting not in stored:
-            others = [f"set policy.refit.{other} to true in its place" for other in stored]
-            raise RefitMismatch(
-                f"policy.refit.{setting} is true, but no engine rank stores a weight in a format that the trainer "
-                f"makes by it; nothing was written. {'; or '.join([_remedy(specs, setting), *others])}",
-                stage="handshake",
-                rank=channel.world.rank,
-            )
+    if asked not in stored:
+        others = [f"set policy.refit.{other} to true in its place" for other in stored]
+        raise RefitMismatch(
+            f"policy.refit.{asked} is true, but no engine rank stores a weight in a format that the trainer "
+            f"makes by it; nothing was written. {'; or '.join([_remedy(specs, asked), *others])}",
+            stage="handshake",
+            rank=channel.world.rank,
+        )
+    wanted = stored.pop(asked)
     for setting, format in stored.items():
-        if setting not in asked:
-            index = int(np.flatnonzero(chosen == known.index(format))[0])
-            raise RefitMismatch(
-                f"{channel.world.describe(int(first[index]))} stores it as {format}, which the trainer makes by "
-                f"policy.refit.{setting} alone, and other weights as {stored[asked[0]]}; nothing was written. No trainer makes both: start the "
-                "engine with one of these formats",
-                stage="handshake",
-                rank=channel.world.rank,
-                parameter=specs[index].name,
-            )
+        index = int(np.flatnonzero(chosen == known.index(format))[0])
+        raise RefitMismatch(
+            f"{channel.world.describe(int(first[index]))} stores it as {format}, which the trainer makes by "
+            f"policy.refit.{setting} alone, and other weights as {wanted}; nothing was written. No trainer makes both: start the "
+            "engine with one of these formats",
+            stage="handshake",
+            rank=channel.world.rank,
+            parameter=specs[index].name,
+        )
     return {specs[index].name: known[chosen[index]] for index in np.flatnonzero(chosen >= 0).tolist()}
 
 
