@@ -389,9 +389,9 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
     check_experts(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
-    if int4_modules(model):
+    if in_int4 := int4_modules(model):
         require_supported_vllm(INT4)
-        check_groups(model)
+        check_groups(model, in_int4)
 
 
 def _shares_cache(settings: object) -> bool:

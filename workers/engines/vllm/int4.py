@@ -74,26 +74,29 @@ def int4_modules(model: nn.Module) -> dict[str, Int4Weights]:
     return found
 
 
-def check_groups(model: nn.Module) -> None:
+def check_groups(model: nn.Module, modules: Mapping[str, Int4Weights]) -> None:
     """Refuse experts whose shards cut groups: vLLM 0.21 loads them without an error, with scales of other columns than their own.
+
+    Args:
+        model: the live one.
+        modules: of it, as :func:`int4_modules` finds them.
 
     Raises:
         RefitError: names the first such module.
     """
-    for name, module in model.named_modules():
-        kind = _kind_of(module)
-        format = _format_of(module, kind) if kind in _EXPERTS else None
-        if format is None:
+    for name, facts in modules.items():
+        module = model.get_submodule(name)
+        if _kind_of(module) not in _EXPERTS:
             continue
         config: Any = module.quant_method.moe  # type: ignore[union-attr]
         for what, columns in (
             ("intermediate size", config.intermediate_size_per_partition),
             ("hidden size", config.hidden_dim),
         ):
-            if columns % format.group:
+            if columns % facts.format.group:
                 raise RefitError(
-                    f"a rank has {columns} of the {what} of {name}, which cuts groups of {format.group} that share an INT4 scale: vLLM computes "
-                    "with scales of other groups, whatever is loaded. Start vLLM with enable_expert_parallel, another "
+                    f"a rank has {columns} of the {what} of {name}, which cuts groups of {facts.format.group} that share an INT4 scale: vLLM "
+                    "computes with scales of other groups, whatever is loaded. Start vLLM with enable_expert_parallel, another "
                     "tensor_parallel_size, or from smaller groups",
                     stage="trace",
                 )
