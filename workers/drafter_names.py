@@ -6,8 +6,11 @@ names has a prefix that no checkpoint has. It is the one that tells a drafter's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
+
+from ..integration.layout import Fragment
 
 DRAFTER: Final = "drafter."
 
@@ -20,3 +23,13 @@ def of_drafter(name: str) -> bool:
 def without_drafter[Named: tuple[Any, ...]](named: Iterable[Named]) -> Iterator[Named]:
     """Those of ``named``, which begin with a name, that are not the trained drafter's."""
     return (one for one in named if not of_drafter(one[0]))
+
+
+def prefixed[Value](by_name: Mapping[str, Value]) -> dict[str, Value]:
+    """What is told of a drafter's weights by the names of its checkpoint, by those in the refit."""
+    return {DRAFTER + name: value for name, value in by_name.items()}
+
+
+def prefixed_fragments(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """The same of the parts that a rank holds."""
+    return [replace(fragment, name=DRAFTER + fragment.name) for fragment in fragments]

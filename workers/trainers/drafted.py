@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,7 +19,7 @@ from ...integration.weights.endpoints import (
     writes_by,
 )
 from ...integration.weights.manifest import TensorSpec
-from ..drafter_names import DRAFTER, of_drafter
+from ..drafter_names import DRAFTER, of_drafter, prefixed, prefixed_fragments
 
 
 class DraftedSource:
@@ -50,7 +49,7 @@ class DraftedSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self.policy.fragments()
         drafted, refused_of_drafter = self._drafter.fragments()
-        return [*held, *_named(drafted)], refused | _prefixed(refused_of_drafter)
+        return [*held, *prefixed_fragments(drafted)], refused | prefixed(refused_of_drafter)
 
     def quantized_fragments(
         self, formats: Mapping[str, Format]
@@ -61,8 +60,8 @@ class DraftedSource:
         held, refused, names = _quantized(self.policy, of_policy)
         held_of_drafter, refused_of_drafter, drafted_names = _quantized(self._drafter, drafted)
         return (
-            [*held, *_named(held_of_drafter)],
-            refused | _prefixed(refused_of_drafter),
+            [*held, *prefixed_fragments(held_of_drafter)],
+            refused | prefixed(refused_of_drafter),
             names | {DRAFTER + name for name in drafted_names},
         )
 
@@ -111,11 +110,3 @@ def _quantized(
     if isinstance(source, HoldsQuantized):
         return source.quantized_fragments(formats)
     return [], {}, frozenset()
-
-
-def _named(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-    return (replace(fragment, name=DRAFTER + fragment.name) for fragment in fragments)
-
-
-def _prefixed(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {DRAFTER + name: reason for name, reason in reasons.items()}

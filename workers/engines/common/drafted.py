@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -22,7 +22,7 @@ from ....integration.errors import PlanError, RefitError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
-from ...drafter_names import DRAFTER, of_drafter
+from ...drafter_names import DRAFTER, of_drafter, prefixed, prefixed_fragments
 from .loader_trace.trace import LoaderTrace, Manifest
 from .traced_destination import Routes, TracedDestination
 
@@ -150,23 +150,23 @@ class TrainedDrafter:
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """As :meth:`TracedDestination.quantized`."""
         with _named_as_sent():
-            return _prefixed(self._drafter.quantized(_drafted(specs)))
+            return prefixed(self._drafter.quantized(_drafted(specs)))
 
     def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """As :meth:`TracedDestination.fragments`."""
         with _named_as_sent():
             found, reasons = self._drafter.fragments(_drafted(specs))
-        return [replace(one, name=DRAFTER + one.name) for one in found], _prefixed(reasons)
+        return prefixed_fragments(found), prefixed(reasons)
 
     def routes(self, specs: Manifest) -> Routes:
         """As :meth:`TracedDestination.routes`."""
         with _named_as_sent():
             found = self._drafter.routes(_drafted(specs))
-        return replace(found, landings=_prefixed(found.landings), reasons=_prefixed(found.reasons))
+        return replace(found, landings=prefixed(found.landings), reasons=prefixed(found.reasons))
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """As :meth:`TracedDestination.rewritten`."""
-        return _prefixed(self._drafter.rewritten(_drafted(specs)))
+        return prefixed(self._drafter.rewritten(_drafted(specs)))
 
     def wants(self, name: str) -> bool:
         """As :meth:`BesideServed.wants`."""
@@ -211,10 +211,6 @@ def _drafted(specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[
         for name, shape, dtype in specs
         if of_drafter(name)
     ]
-
-
-def _prefixed[Value](by_name: Mapping[str, Value]) -> dict[str, Value]:
-    return {DRAFTER + name: value for name, value in by_name.items()}
 
 
 class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: BesideServed | TrainedDrafter]:
@@ -297,8 +293,8 @@ class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: Besi
         if not self._follows:
             self._tell()
             return found, reasons
-        drafted, of_drafter = self._drafter.fragments(specs)
-        reasons = of_drafter | reasons
+        drafted, reasons_of_drafter = self._drafter.fragments(specs)
+        reasons = reasons_of_drafter | reasons
         held: dict[str, dict[Any, torch.Tensor]] = {}
         for fragment in found:
             held.setdefault(fragment.name, {})[_part(fragment)] = fragment.view
