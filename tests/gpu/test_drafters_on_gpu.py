@@ -1,4 +1,4 @@
-"""vLLM whose MTP layers draft, on one GPU that the trainer shares: after each refit it drafts with the new weights.
+"""vLLM whose MTP layers or EAGLE head draft, on one GPU that the trainer shares: after each refit it drafts with the new weights.
 
 The models give each token one successor, so that tokens and the share of accepted drafts are known. Each case starts an engine.
 """
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
-from tests.families.chains import successors, write_chain
+from rlrefit.workers.drafter_names import DRAFTER
+from tests.families.chains import SIZE, successors, write_chain
+from tests.families.eagle import write_head
 
 from .needs import needs
+from .vllm_checkpoints import read_checkpoint
 from .vllm_live import CUDA_GRAPHS, EAGER, LiveEngine, engine_environment
 from .vllm_trainer import CONFIG, Trainer
 
@@ -41,6 +45,8 @@ DRAFTING = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     "disable_log_stats": False,
 }
+HEAD = {"vocab_size": SIZE, "hidden_size": SIZE, "head_dim": 64, "max_position_embeddings": 512}
+EAGLE = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 1}}
 GRAPHS = CUDA_GRAPHS["compilation_config"] | {"cudagraph_capture_sizes": [2, 4, 8]}
 # name → (family, changes of its configuration, arguments of LLM)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -48,6 +54,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CUDA graphs": ("glm4_moe", GLM, CUDA_GRAPHS | {"compilation_config": GRAPHS}),
     "sleep": ("glm4_moe", GLM, EAGER | {"enable_sleep_mode": True}),
     "latent attention": ("deepseek_v3", DEEPSEEK, EAGER),
+    "EAGLE head": ("qwen3", HEAD, EAGER | EAGLE),
+    "EAGLE head, CUDA graphs": ("qwen3", HEAD, CUDA_GRAPHS | {"compilation_config": GRAPHS} | EAGLE),
 }
 
 
@@ -58,13 +66,24 @@ class Scene(LiveEngine):
         self, folder: Path, trainer: Trainer, family: str, changes: dict[str, Any], arguments: dict[str, Any]
     ) -> None:
         paths = [str(folder / str(index)) for index in range(2)]
+        arguments = DRAFTING | arguments
+        speculative = arguments["speculative_config"]
+        eagle = speculative["method"] != "mtp"
         self.chains = [
-            write_chain(family, Path(path), index, drafts=index == 1, changes=changes)
+            write_chain(family, Path(path), index, drafts=index == 1 and not eagle, changes=changes)
             for index, path in enumerate(paths)
         ]
-        super().__init__(paths[0], trainer, CONFIG, DRAFTING | arguments)
+        trained = paths
+        if eagle:
+            heads = [
+                write_head(folder / f"head_{index}", index, chain=chain, right=index == 1, sizes=changes)
+                for index, chain in enumerate(self.chains)
+            ]
+            arguments["speculative_config"] = speculative | {"model": heads[0]}
+            trained = [_joined(*both) for both in zip(paths, heads, strict=True)]
+        super().__init__(paths[0], trainer, CONFIG, arguments)
         trainer.commands.put(CONFIG)
-        trainer.commands.put(paths)
+        trainer.commands.put(trained)
         self._counted = (0.0, 0.0)
         self.digests_a = self.digests()
 
@@ -83,6 +102,15 @@ class Scene(LiveEngine):
         before, self._counted = self._counted, (drafted, accepted)
         assert drafted > before[0]
         assert (accepted - before[1]) / (drafted - before[0]) == index
+
+
+def _joined(model: str, head: str) -> str:
+    """Both in one folder, with the names that a trainer of both exports."""
+    found = read_checkpoint(model) | {DRAFTER + name: t for name, t in read_checkpoint(head).items()}
+    folder = Path(f"{model}_trained")
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -1,11 +1,11 @@
-"""Times refits in NVFP4 beside refits in BF16: a transformers model of a true shape, and a vLLM that holds Marlin's layouts.
+"""Times refits in NVFP4 and INT4 beside refits in BF16: a transformers model of a true shape, and a vLLM that holds Marlin's layouts.
 
-    python -m tests.gpu.nvfp4_times --model qwen3-8b --refits 8
+    python -m tests.gpu.four_bit_times --model qwen3-8b --refits 8
 
 Trainer and engine are two processes, the engine on the first GPU and the trainer on the last, which may be the same. Weights are random,
 and all change before each refit. It prints a JSON line for each format with the medians of the slowest side's milliseconds, by stage
-too, and the share of BF16's time. ``--transport pull`` or ``p2p`` takes another way. ``tests/gpu/test_nvfp4_on_gpu.py`` compares what
-arrives.
+too, and the share of BF16's time. ``--transport pull`` or ``p2p`` takes another way. INT4 is in groups of 32, which vLLM 0.26 gives to
+Marlin on Hopper. ``tests/gpu/test_nvfp4_on_gpu.py`` and ``test_int4_on_gpu.py`` compare what arrives.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from rlrefit.integration.control import Rendezvous
 from .vllm_live import EAGER, LiveEngine, engine_environment
 from .vllm_trainer import Trainer
 
-FORMATS = ("bf16", "nvfp4")
+FORMATS = ("bf16", "nvfp4", "int4")
+_GROUP = 32
 
 
-def _config(transport: str) -> RefitConfig:
-    return RefitConfig(timeout_s=300.0, transport=transport)
+def _config(format: str, transport: str) -> RefitConfig:
+    return RefitConfig(timeout_s=300.0, transport=transport, trainer_quantize_int4=format == "int4")
 
 
 def trainer_main(device: int, commands: Any, answers: Any) -> None:
@@ -71,7 +72,7 @@ def _worker(folder: str, format: str, transport: str, device: torch.device) -> A
     from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 
     class Plain(FSDPRefitMixin):
-        refit_config = _config(transport)
+        refit_config = _config(format, transport)
         refit_dtype = torch.bfloat16
 
         def __init__(self) -> None:
@@ -115,10 +116,14 @@ def _folder(into: Path, model: str, layers: int | None) -> str:
 
 def _overrides(format: str) -> dict[str, Any]:
     from rlrefit.integration.quantize.nvfp4_checkpoint import quantization_config
+    from rlrefit.recipes.rollout.arguments import int4
     from rlrefit.workers.trainers.qat.config import QATConfig
 
     if format == "bf16":
         return {"load_format": "dummy"}
+    if format == "int4":
+        overrides = {"quantization_config": int4(_GROUP)}
+        return {"load_format": "dummy", "hf_overrides": overrides, "moe_backend": "marlin"}
     excluded = QATConfig(activations=False).exclude
     made = quantization_config((), [f"{module}.weight" for module in excluded], "", activations=False)
     return {"load_format": "dummy", "hf_overrides": {"quantization_config": made.quantization_config}}
@@ -130,7 +135,7 @@ def measure(folder: str, format: str, transport: str, refits: int) -> dict[str, 
     trainer.commands.put((folder, format, transport))
     built = trainer.answer(300.0)
     assert built == "built", built
-    engine = LiveEngine(folder, trainer, _config(transport), {**EAGER, **_overrides(format)})
+    engine = LiveEngine(folder, trainer, _config(format, transport), {**EAGER, **_overrides(format)})
     try:
         misc = engine.meet()
         found = []
@@ -177,7 +182,9 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--refits", type=int, default=8)
-    parser.add_argument("--formats", type=_formats, default=FORMATS, help="of bf16 and nvfp4, by commas")
+    parser.add_argument(
+        "--formats", type=_formats, default=FORMATS, help=f"some of {', '.join(FORMATS)}, by commas"
+    )
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as into, engine_environment({}):
