@@ -92,6 +92,12 @@ def test_parts_that_cut_no_group_have_the_bytes_of_the_whole(
     assert same(own, scales[:down, : cut // group])
 
 
+def test_a_weight_without_elements_has_no_codes() -> None:
+    for shape in ((0, 64), (2, 3, 0)):
+        packed, scales = int4.quantize(torch.zeros(shape).bfloat16().mT.contiguous().mT, 32)
+        assert (packed.shape[:-1], packed.numel(), scales.numel()) == (shape[:-1], 0, 0)
+
+
 def test_what_no_engine_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of that"):
         int4.quantize(torch.ones(2, 48), 32)
