@@ -27,6 +27,7 @@ def _call(module: str, name: str, args: tuple[Any, ...]) -> None:
             del sys.modules[loaded]
     interpreter = import_module("triton.runtime.interpreter")
     interpreter.ReduceOps.generic_reduce = _reduce
+    interpreter.InterpreterBuilder.create_fma = _fma
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     getattr(import_module(module), name)(*args)
 
@@ -50,6 +51,12 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return patch_once
+
+
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """Of FP32, with the product whole, as GPUs have it and FP64 can; the interpreter's own rounds the product first."""
+    total = x.data.astype("float64") * y.data + z.data
+    return type(x)(total.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _reduce(self: Any, inputs: tuple[Any, ...]) -> list[Any]:

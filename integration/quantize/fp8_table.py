@@ -81,17 +81,18 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def unit_of(found: Checked, packed: int = 1) -> int:
+def unit_of(found: Checked, packed: int = 1, transposed: bool = False) -> int:
     """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that.
 
     Args:
         found: a job.
         packed: elements behind one code.
+        transposed: the codes' columns are contiguous, and only weights are accessed so.
     """
     job, source, codes, _ = found
     head = job.head or (0, 0)
     aligned = job.source.shape[1] % _UNIT == job.first[1] % (_UNIT // packed) == head[1] % _UNIT == 0
-    for memory, unit in ((source, _UNIT), (codes, _UNIT // packed)):
+    for memory, unit in ((source, _UNIT), (_NOWHERE if transposed else codes, _UNIT // packed)):
         wide = unit * memory.itemsize
         aligned &= memory.address % wide == 0 and memory.strides[0] % wide == 0
         aligned &= memory is _NOWHERE or memory.strides[1] == memory.itemsize

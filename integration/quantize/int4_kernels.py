@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 
 from .fp8_kernels import read_row
-from .nvfp4_kernels import in_fp32
+from .nvfp4_kernels import LEAST, in_fp32, quotient
 
 
 @triton.jit
 def _rounded(x, KIND: tl.constexpr):
-    """FP32 numbers rounded to those of a type, in FP32."""
+    """Finite FP32 numbers rounded to those of a type, in FP32."""
     if tl.bfloat16 == KIND:
-        x = in_fp32(x, True)
+        # As to_bf16 does, which knows NaN too.
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     elif tl.float16 == KIND:
         x = x.to(tl.float16).to(tl.float32)
     return x
@@ -42,21 +44,30 @@ def quantize_int4(
     EPSILON: tl.constexpr,
     ROUND: tl.constexpr,
     UNIT: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
     """:func:`.int4.quantize`, the same operations in the same order.
 
     A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`; no row cuts a group. ``KIND``: the type of the scales, to which each
-    operation rounds, and ``EPSILON`` its own. ``ROUND``: to BF16 first.
+    operation rounds, and ``EPSILON`` its own. ``ROUND``: to BF16 first. ``DOWN``: 0, or the codes of a column lie beside each other,
+    and a program takes so many rows: what it writes is whole lines of memory then, which a peer's memory needs most.
     """
     row, weights, target, scales_at, height, width, number = read_row(
         tiles, rows, COLUMNS, WORD, UNIT, (UNIT + 7) // 8
     )
     source, source_row, source_column = weights
     across = width // GROUP
-    block = number * BLOCKS + tl.arange(0, BLOCKS)
-    down = block // across
-    over = block - down * across
-    inside = down < height
+    block = tl.arange(0, BLOCKS)
+    if DOWN:
+        tiles_across = (across + BLOCKS // DOWN - 1) // (BLOCKS // DOWN)
+        tile_down = number // tiles_across
+        down = tile_down * DOWN + block % DOWN
+        over = (number - tile_down * tiles_across) * (BLOCKS // DOWN) + block // DOWN
+    else:
+        block = number * BLOCKS + block
+        down = block // across
+        over = block - down * across
+    inside = (down < height) & (over < across)
     r = down[:, None]
     c = over[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = inside[:, None] & (c >= 0)
@@ -67,19 +78,24 @@ def quantize_int4(
     amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
     scale = _rounded(tl.div_rn(amax, 7.5), KIND)
     scale = tl.where(scale == 0.0, EPSILON, scale)
-    scaled = tl.div_rn(tl.where(finite[:, None], x, 0.0), tl.broadcast_to(scale[:, None], x.shape))
-    scaled = _rounded(scaled, KIND)
-    scaled = tl.where(scaled > 7.0, 7.0, scaled)
-    scaled = tl.where(scaled < -8.0, -8.0, scaled)
+    # What is not finite in a group gets codes without meaning here.
+    scaled = _rounded(quotient(x, scale[:, None], tl.min(scale, axis=0) >= LEAST), KIND)
     # The last bit of numbers about 1.5 · 2 ** 23 is worth 1.
-    code = ((scaled + 12582912.0).to(tl.int32, bitcast=True) + 8) & 15
+    code = (tl.minimum(tl.maximum(scaled, -8.0), 7.0) + 12582920.0).to(tl.int32, bitcast=True) & 15
     code = _joined(code, BLOCKS, GROUP // 2, 4)
     code = _joined(code, BLOCKS, GROUP // 4, 8)
     code = _joined(code, BLOCKS, GROUP // 8, 16)
+    code = tl.where(finite[:, None], code, -2004318072)  # eight codes of 0
     codes, codes_row, codes_column, top, left, bottom, right = target
     item = over[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
     wanted = inside[:, None] & (r >= top) & (r < bottom) & (item >= left) & (item < right)
+    if DOWN:
+        codes_row = 1
+        codes_column = tl.load(row + 8)
     place = (r - top) * codes_row + (item - left) * codes_column
+    if DOWN:
+        # Threads that follow each other write along the last dimension.
+        code, place, wanted = tl.trans(code), tl.trans(place), tl.trans(wanted)
     tl.store(codes.to(tl.pointer_type(tl.int32)) + place, code, mask=wanted)
     scale_at = scales_at.to(tl.pointer_type(KIND)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
     tl.store(scale_at, tl.where(finite, scale, float("nan")).to(KIND), mask=inside & (scales_at != 0))

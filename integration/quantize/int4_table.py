@@ -13,6 +13,8 @@ from .int4 import PER_ITEM, check_group
 from .jobs import QuantizeJob, of_whole_blocks
 
 _ELEMENTS, _WARPS = 4096, 4
+# Rows whose codes lie beside each other, of one program: 256 bytes of codes, 128 of scales.
+_DOWN = 64
 
 
 class Int4Table(Launches):
@@ -40,24 +42,34 @@ class Int4Table(Launches):
         from .int4_kernels import quantize_int4
 
         check_group(group)
-        groups: dict[tuple[torch.dtype, int], list[Checked]] = {}
+        groups: dict[tuple[torch.dtype, int, int], list[Checked]] = {}
         nbytes = 0
         for job in of_whole_blocks(jobs, group):
             kind = torch.bfloat16 if round_to_bf16 else job.source.dtype
             found = checked(job, (1, group), kind, torch.int32, PER_ITEM)
             nbytes += job.nbytes
-            groups.setdefault((job.source.dtype, unit_of(found, PER_ITEM)), []).append(found)
+            down = min(_DOWN, _ELEMENTS // group) if _transposed(found) else 0
+            groups.setdefault((job.source.dtype, unit_of(found, PER_ITEM, down > 0), down), []).append(found)
         launches = []
-        for (dtype, unit), chosen in groups.items():
+        for (dtype, unit, down), chosen in groups.items():
             kind = torch.bfloat16 if round_to_bf16 else dtype
             constants = (
                 *(COLUMNS, WORDS[str(dtype)], _ELEMENTS // group, group),
-                *(WORDS[str(kind)], torch.finfo(kind).eps, dtype != kind, unit),
+                *(WORDS[str(kind)], torch.finfo(kind).eps, dtype != kind, unit, down),
             )
-            table = make_table(chosen, unit, partial(_programs, group))
+            table = make_table(chosen, unit, partial(_programs, group, down))
             launches.append(Launch(quantize_int4, _WARPS, table, constants, device, ()))
         return Int4Table(launches, nbytes)
 
 
-def _programs(group: int, height: int, width: int) -> int:
-    return -(-height * (width // group) * group // _ELEMENTS)
+def _transposed(found: Checked) -> bool:
+    """Whether the codes of a column lie beside each other, as in the memory of vLLM's and SGLang's experts."""
+    codes = found[2]
+    return codes.strides[0] == codes.itemsize < codes.strides[1]
+
+
+def _programs(group: int, down: int, height: int, width: int) -> int:
+    across = width // group
+    if not down:
+        return -(-height * across * group // _ELEMENTS)
+    return -(-height // down) * -(-across * group * down // _ELEMENTS)

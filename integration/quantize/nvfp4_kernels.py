@@ -49,7 +49,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _quotient(x, by, fast):
+def quotient(x, by, fast):
     """``x / by``, correctly rounded. ``fast``: nothing overflows, or underflows in a remainder."""
     if fast:
         # As compilers divide, but with a reciprocal for many: one step of Newton's, and two corrections of each quotient.
@@ -114,7 +114,7 @@ def quantize_nvfp4(
     finite = amax < float("inf")
     sixfold = 6.0 * g
     limit = 512.0 * sixfold
-    scale = _quotient(tl.where(amax < limit, amax, limit), sixfold, fast)
+    scale = quotient(tl.where(amax < limit, amax, limit), sixfold, fast)
     scale = tl.where(scale < TINIEST, TINIEST, scale)
     scale = tl.where(scale > 448.0, 448.0, scale)
     scale = tl.where(amax == 0.0, 1.0, scale)
@@ -126,7 +126,7 @@ def quantize_nvfp4(
     divisor = tl.where(finite, decoded * g, 1.0)
     # E2M1 has no NaN: a block that holds one, or an infinity, is zeros with a scale that is none.
     most = tl.where(finite, 6.0 * divisor, 0.0)[:, None]
-    size = _quotient(tl.where(tl.abs(x) < most, tl.abs(x), most), divisor[:, None], fast)
+    size = quotient(tl.where(tl.abs(x) < most, tl.abs(x), most), divisor[:, None], fast)
     # Zero has no sign, nor has a quotient that vanishes.
     code = e2m1(size) + tl.where((x < 0.0) & (size > 0.0), 8, 0)
     low, high = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))

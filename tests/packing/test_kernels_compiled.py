@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels, reordering_kernels
-from rlrefit.integration.quantize import fp8_kernels, mxfp4_kernels, nvfp4_kernels
+from rlrefit.integration.quantize import fp8_kernels, int4_kernels, mxfp4_kernels, nvfp4_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
@@ -148,6 +148,23 @@ def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp
 def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(tmp_path: Path) -> None:
     constants = {"WORD": tl.bfloat16, "BLOCKS": 128, "ROUND": False, "DOWN": True, "UNIT": 1}
     made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    assert resources(made["cubin"], tmp_path)["STACK"] <= 16
+
+
+@pytest.mark.parametrize(("group", "down"), [(32, 0), (128, 0), (32, 64), (128, 32)])
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_groups_of_int4_are_read_16_bytes_at_a_time(
+    source: Any, size: int, group: int, down: int, tmp_path: Path
+) -> None:
+    constants = {"COLUMNS": 16, "WORD": source, "BLOCKS": 4096 // group, "GROUP": group, "KIND": source}
+    constants |= {"EPSILON": 2.0**-7, "ROUND": False, "UNIT": 16, "DOWN": down}
+    made = compiled(int4_kernels.quantize_int4, constants, (), num_warps=4)
+    assert made["ptx"].count("ld.global.v4.b32") == 2 * size
+    # A thread has 32 elements, of 4 or 8 groups, and writes 4 words of codes.
+    groups = 2 * size
+    assert made["ptx"].count("st.global.b32") == 4 + (size == 4)
+    assert made["ptx"].count("div.full") == groups
+    assert made["ptx"].count("fma.rn") == 2 * groups + 4 * 32
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

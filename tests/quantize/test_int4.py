@@ -115,6 +115,7 @@ def compare_int4_with_torch(device: torch.device) -> None:
             weights[0].float() * 2.0**-120,
             weights[2].half(),
             weights[0][:, : 2 * group].t()[:group].t(),
+            _every_mantissa_by_every(group).to(device),
         ]
         jobs, found = [], []
         for number, w in enumerate(weights):
@@ -123,6 +124,8 @@ def compare_int4_with_torch(device: torch.device) -> None:
             wanted = [(0, 0, n, k // 8), (5, min(2, k // 8), n - n // 4, k // 8 - 2), (0, 0, 0, 0)]
             top, left, bottom, right = wanted[number % 3]
             room = torch.full((n + 2, k // 8 + 4), 0x55555555, dtype=torch.int32, device=device)
+            if number % 2:  # as experts lie in engines
+                room = room.t().contiguous().t()
             codes = room[1 + top : 1 + bottom, 2 + left : 2 + right]
             kind = torch.bfloat16 if rounded else w.dtype
             scales = torch.full((k // group, n), 2.0, dtype=kind, device=device).t()
@@ -148,6 +151,17 @@ def compare_int4_with_torch(device: torch.device) -> None:
                 codes.fill_(0x55555555)
                 assert (room == 0x55555555).all()
                 codes.copy_(inside)
+
+
+def _every_mantissa_by_every(group: int) -> torch.Tensor:
+    """BF16: groups whose maxima have each mantissa, each with elements of each mantissa, down to those that vanish."""
+    mantissas = 1 + torch.arange(128) / 128
+    elements = torch.cat([mantissas * 2.0**exponent for exponent in range(-5, 1)])
+    elements = torch.cat((elements, elements[: -len(elements) % (group - 1)])).view(-1, group - 1)
+    maxima = (2 * mantissas).repeat_interleave(len(elements))[:, None]
+    signs = torch.where(torch.arange(len(maxima)) % 2 == 0, 1.0, -1.0)[:, None]
+    whole = torch.cat((signs * maxima, elements.repeat(128, 1)), dim=1)
+    return whole.view(64, -1).bfloat16()
 
 
 def interpret_kernel(folder: Path) -> None:
