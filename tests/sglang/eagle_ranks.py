@@ -60,7 +60,7 @@ class HeadsResult:
         shared: parameters of the head that are the model's.
         differing: what is in neither model as SGLang itself loads it; by occasion.
         left_out: how often the log told of weights that the head has of the model.
-        refused: names without which a manifest is refused by their own name, or by that of a parameter of the head's.
+        refused: names without which a manifest is refused, and the parameter that the error names.
         taken: names without which it is not.
         mapping: by which name another ``d2t`` was refused; empty if it was not.
         same_mapping: whether a ``d2t`` of zeros was taken by a head without any.
@@ -76,7 +76,7 @@ class HeadsResult:
     shared: set[str]
     differing: dict[str, list[str]] = field(default_factory=dict)
     left_out: int = 0
-    refused: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     mapping: str = ""
     same_mapping: bool = False
@@ -128,13 +128,12 @@ def _loaded(case: Heads, index: int) -> _Pair:
         **DRAFTING,
     )
     served, drafter = load_model(path), load_model(path, head)
-    worker: Any = SimpleNamespace(
-        speculative_algorithm=SpeculativeAlgorithm.from_string(case.algorithm),
-        target_worker=SimpleNamespace(model_runner=served),
-        draft_runner=drafter,
-    )
-    EagleDraftWorker.init_token_map(worker)
-    EagleDraftWorker.init_lm_head(worker)
+    worker = object.__new__(EagleDraftWorker)
+    worker.speculative_algorithm = SpeculativeAlgorithm.from_string(case.algorithm)
+    worker.target_worker = SimpleNamespace(model_runner=served)
+    worker.draft_runner = drafter
+    worker.init_token_map()
+    worker.init_lm_head()
     scheduler = SimpleNamespace(
         draft_worker=SimpleNamespace(draft_worker=worker),
         tp_worker=SimpleNamespace(model_runner=served),
@@ -188,13 +187,9 @@ def _one(case: Heads) -> HeadsResult:
     found.differing["in buckets"] = differing(pair.state(), as_a)
     _other_mappings(destination, a, found)
     _without(destination, pair, a, found)
-    without_head = SimpleNamespace(
-        **{name: value for name, value in vars(pair.served).items() if not name.startswith("_")}
-    )
-    without_head.server_args = SimpleNamespace(**vars(pair.served.server_args))
-    without_head.server_args.speculative_algorithm = None
-    fragments, misc = SglangDestination(without_head, CPU).fragments(_specs(a))
     found.alike = {name for name in as_a if as_a[name].any() and torch.equal(as_a[name], as_b[name])}
+    turn_to(case.models[0])
+    fragments, misc = SglangDestination(load_model(case.models[0]), CPU).fragments(_specs(a))
     found.alone = {fragment.name for fragment in fragments} | misc.keys()
     return found
 
@@ -222,8 +217,8 @@ def _without(destination: SglangDraftedDestination, pair: _Pair, tensors: State,
         try:
             destination.routes(_specs({n: t for n, t in tensors.items() if n != name}))
             found.taken.add(name)
-        except PlanError:
-            found.refused.add(name)
+        except PlanError as error:
+            found.refused[name] = str(error.parameter)
     rest = {name: tensor for name, tensor in tensors.items() if name not in drafted}
     before = _state(pair.drafter.model)
     with patch("rlrefit.workers.engines.sglang.drafters.logger") as log:

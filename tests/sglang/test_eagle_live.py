@@ -52,8 +52,8 @@ class _Source(DraftedSource):
 class _WithOtherTokens(_Source):
     """Whose head has the model's tokens in another order than the engine's."""
 
-    def __init__(self, paths: list[str], heads: list[str]) -> None:
-        super().__init__(paths, heads)
+    def take_on(self, index: int) -> None:
+        super().take_on(index)
         self._sources[1]._held["d2t"] += 1
 
 
@@ -142,16 +142,29 @@ def test_the_head_follows_in_buckets_also_after_a_sleep(scene: Drafting, source:
 
 
 def test_a_head_of_other_tokens_is_refused_by_name_and_the_next_refit_serves_again(
-    scene: Drafting, source: _Source
+    scene: Drafting, source: _Source, heads: tuple[list[str], list[str], list[list[int]]]
 ) -> None:
-    other = _WithOtherTokens(scene.paths, list(scene._heads))
+    other = _WithOtherTokens(*heads[:2])
+    other.take_on(0)
     with pytest.raises(RefitError) as caught:
         SglangSender(other, scene.refit, "cpu", 1 << 16).refit(20)
     assert caught.value.parameter == "drafter.d2t"
+    trainer = Trainer(scene.paths, 1)
+    trainer.source = other
+    meeting, joining = trainer.begin_to_meet()
+    scene.refit.join_refit(meeting, 1, CONFIG)
+    joining.result()
+    sending = trainer.send(0, 21)
+    with pytest.raises(RefitError) as caught:
+        scene.refit.refit(21)
+    assert caught.value.parameter == "drafter.d2t"
+    with pytest.raises(RefitError):
+        sending.result()
+    trainer.close()
     with pytest.raises(EngineDirty):
         scene.refit.require_servable()
     source.take_on(1)
-    SglangSender(source, scene.refit, "cpu", 1 << 16).refit(21)
+    SglangSender(source, scene.refit, "cpu", 1 << 16).refit(22)
     assert scene.digests() == scene.expected[1]
     assert scene.drafts(1) == 1
 

@@ -93,7 +93,7 @@ class SglangEagleDestination(SglangDrafterDestination):
                     "it maps the head's tokens to others of the model than this engine's worker does, which reads the mapping once, at its "
                     "start: the head would draft by one and be trained by another. The engine generates again after a refit that "
                     "succeeds; train the head with the mapping of the checkpoint at speculative_draft_model_path, or start SGLang from one "
-                    "that has the trainer's, with speculative_draft_load_format other than dummy",
+                    "that has the trainer's (where load_format is dummy, with speculative_draft_load_format=auto)",
                     stage="misc",
                     parameter=name,
                 )
