@@ -26,6 +26,9 @@ def write_head(
     chain: Sequence[int] | None = None,
     right: bool = False,
     sizes: dict[str, Any] | None = None,
+    mapping: int | None = None,
+    bias: bool = False,
+    changes: dict[str, Any] | None = None,
 ) -> str:
     """Write a head in BF16 for a tiny model, and return its folder.
 
@@ -39,6 +42,9 @@ def write_head(
             has all tokens then, in an order of its own.
         right: whether the head knows the successors; else it gives them the least of all probabilities.
         sizes: of the model, where they are not the family's.
+        mapping: decides which tokens the head has, and their order; None for ``seed``.
+        bias: whether hidden states are joined with one, as SGLang's heads of EAGLE have it.
+        changes: of the head's configuration; what is None is null there.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     keys = {**config_of("llama", short=True), **(sizes or {})}
@@ -65,7 +71,11 @@ def write_head(
             "norm.weight": (hidden,),
             "lm_head.weight": (tokens or vocabulary, hidden),
         }
+    if bias:
+        shapes["fc.bias"] = (hidden,)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if mapping is not None:
+        generator = torch.Generator().manual_seed(2000 + mapping)
     order = torch.randperm(vocabulary, generator=generator)
     if tokens is not None and chain is None:
         order = order[:tokens].sort().values
@@ -93,5 +103,5 @@ def write_head(
     }
     if method == "eagle3":
         config |= {"draft_vocab_size": tokens or vocabulary, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | (changes or {})))
     return str(folder)

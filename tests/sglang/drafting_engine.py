@@ -1,4 +1,4 @@
-"""A real SGLang engine whose MTP layers draft, on a CPU or on a GPU, and what the tests ask of its workers.
+"""A real SGLang engine that drafts with MTP layers or an EAGLE head, on a CPU or on a GPU, and what the tests ask of its workers.
 
 SGLang's CPU build drafts by kernels that it has for Intel's AMX alone. On a CPU the engine takes the kernels that it has in Triton in their
 place, in Triton's interpreter: those of XPUs, and its Triton attention. All else of it is as on GPUs.
@@ -18,8 +18,9 @@ import torch
 from rlrefit.recipes.rollout.sglang import SglangActor
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.families.chains import successors
+from tests.fp8_refits import poison
 
-from .real_engine import poison, settings_for
+from .real_engine import settings_for
 
 if TYPE_CHECKING:
     from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
@@ -39,10 +40,17 @@ DRAFTING: dict[str, Any] = {
 
 
 def serve_digests(model: Any, named_tensors: Any) -> None:
-    """A custom weight loader: has a worker tell the digests of its weights."""
+    """A custom weight loader: has a worker tell the digests of its weights, and poison them."""
     from rlrefit.workers.engines.sglang.worker_refit import also_serve
 
-    also_serve({"digests": _digests})
+    also_serve({"digests": _digests, "poison": _poison})
+
+
+def _poison(worker: WorkerRefit) -> dict[str, Any]:
+    from rlrefit.workers.engines.sglang.drafters import live_drafter
+
+    poison((*worker.model.parameters(), *live_drafter(worker._runner).model.parameters()))
+    return {}
 
 
 def _digests(worker: WorkerRefit) -> dict[str, Any]:
@@ -94,38 +102,60 @@ class Drafting:
     A recipe's actor has started it, and drives it.
 
     Args:
-        paths: of checkpoints that give each token one successor. MTP layers of the first are always wrong, of the second always right.
+        paths: of checkpoints that give each token one successor. MTP layers of the first, or its head, are always wrong, of the second
+            always right.
         chains: their successors.
         device: of the engine.
+        heads: checkpoints of EAGLE heads that draft for these; empty for MTP layers.
         settings: of it.
     """
 
     def __init__(
-        self, paths: Sequence[str], chains: Sequence[Sequence[int]], device: str = "cpu", **settings: Any
+        self,
+        paths: Sequence[str],
+        chains: Sequence[Sequence[int]],
+        device: str = "cpu",
+        heads: Sequence[str] = (),
+        **settings: Any,
     ) -> None:
+        self.paths = list(paths)
+        self.chains = chains
+        self._device, self._heads, self._settings = device, heads, settings
+        if heads:
+            # SGLang's own update would have a head take the model's checkpoint.
+            self._start(1)
+            second = self.digests()
+            self.engine.shutdown()
+            self._start(0)
+            self.expected = [self.digests(), second]
+            return
+        self._start(0)
+        self.expected = [self.digests()]
+        self.load(1)
+        self.expected.append(self.digests())
+        self.load(0)
+
+    def _start(self, index: int) -> None:
+        """An engine of one of the checkpoints."""
         import sglang
         from sglang.srt.entrypoints.engine import Engine
 
         class Interpreted(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
 
-        self.paths = list(paths)
-        self.chains = chains
-        given = settings_for(device) | DRAFTING | settings
+        given = settings_for(self._device) | DRAFTING | self._settings
+        if self._heads:
+            given["speculative_draft_model_path"] = self._heads[index]
         with pytest.MonkeyPatch.context() as patch:
-            if device == "cpu":
+            if self._device == "cpu":
                 patch.setenv("TRITON_INTERPRET", "1")
                 # It takes a NCCL that it finds for a sign of GPUs.
                 patch.setenv("SGLANG_NCCL_SO_PATH", os.devnull)
                 patch.setattr(sglang, "Engine", Interpreted)
             self.actor = SglangActor()
-            self.actor.build(paths[0], given, ())
+            self.actor.build(self.paths[index], given, ())
         self.engine, self.refit = self.actor._engine, self.actor._calls.refit
         self.refit.calls.extend(DIGESTS)
-        self.expected = [self.digests()]
-        self.load(1)
-        self.expected.append(self.digests())
-        self.load(0)
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each parameter and buffer of both models."""
@@ -144,8 +174,8 @@ class Drafting:
         assert success, message
 
     def poison(self) -> None:
-        """Not-a-number wherever a checkpoint tensor goes in either model."""
-        poison(self.engine, self.paths[0])
+        """Not-a-number in all parameters of both models."""
+        self.refit.calls.ask("poison")
 
     def drafts(self, chain: int) -> float:
         """The share of drafts that were accepted; tokens have to be of a checkpoint's chain."""

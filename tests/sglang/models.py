@@ -18,7 +18,7 @@ import torch
 _SHARED = {"tp_size": 2, "ep_size": 1}
 _PLACE = {"rank": 0}
 # What models of some kinds insist on.
-_CHOSEN = {"attention_backend": "torch_native"}
+_CHOSEN: dict[str, Any] = {"attention_backend": "torch_native"}
 
 
 def begin(rank: int, path: str, ranks: int = 2, expert_ranks: int = 1) -> None:
@@ -55,12 +55,13 @@ def begin(rank: int, path: str, ranks: int = 2, expert_ranks: int = 1) -> None:
         initialize_dp_attention(arguments, _model_config(path))
 
 
-def turn_to(path: str, attention_backend: str = "torch_native") -> Any:
+def turn_to(path: str, attention_backend: str = "torch_native", **others: Any) -> Any:
     """Settings for a model of another kind, in processes that have begun, and these settings."""
     from sglang.srt import runtime_context
     from sglang.srt.layers.moe.utils import initialize_moe_config
 
-    _CHOSEN["attention_backend"] = attention_backend
+    _CHOSEN.clear()
+    _CHOSEN.update(attention_backend=attention_backend, **others)
     arguments = _arguments(path)
     if hasattr(runtime_context, "SpawnRanks"):
         places = runtime_context.SpawnRanks(world_rank=_PLACE["rank"], gpu_id=_PLACE["rank"])
@@ -75,23 +76,28 @@ def turn_to(path: str, attention_backend: str = "torch_native") -> Any:
     return arguments
 
 
-def load_model(path: str) -> Any:
-    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang."""
+def load_model(path: str, head: str | None = None) -> Any:
+    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang.
+
+    Args:
+        path: of the checkpoint.
+        head: of one that drafts for the model at ``path``, which is loaded in its place; None for the model itself.
+    """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import get_model
 
-    config, load_config = _model_config(path), LoadConfig(load_format="auto")
+    config, load_config = _model_config(path, head), LoadConfig(load_format="auto")
     model = get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
     return SimpleNamespace(
         model=model, model_config=config, load_config=load_config, server_args=_arguments(path)
     )
 
 
-def _model_config(path: str) -> Any:
+def _model_config(path: str, head: str | None = None) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return ModelConfig.from_server_args(_arguments(path))
+    return ModelConfig.from_server_args(_arguments(path), model_path=head, is_draft_model=head is not None)
 
 
 def _as_on_hopper() -> AbstractContextManager[Any]:

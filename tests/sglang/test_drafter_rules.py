@@ -1,13 +1,14 @@
-"""What a scheduler of SGLang does for a drafter beside its own code, with doubles of scheduler and requests."""
+"""Which drafters of SGLang refits may reach, and what a scheduler does for one beside its own code, with doubles of SGLang's parts."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from rlrefit.workers.engines.sglang.drafters import SESSION, _Buffers, _Session
+from rlrefit.workers.engines.sglang.drafters import SESSION, _Buffers, _Session, know_drafter, may_be_trained
 
 SLEEP = SimpleNamespace(tags=["weights"])
 
@@ -17,6 +18,58 @@ class Drafter(torch.nn.Module):
         super().__init__()
         self.register_buffer("own", torch.arange(4.0))
         self.register_buffer("shared", shared)
+
+
+class LlamaForCausalLMEagle3:
+    pass
+
+
+class Glm4MoeForCausalLMNextN:
+    pass
+
+
+def _engine(drafter: Any, **settings: Any) -> Any:
+    """The runner of an engine's model, whose drafter is known."""
+    arguments = {
+        "model_path": "served",
+        "speculative_algorithm": None,
+        "speculative_draft_model_path": None,
+        "speculative_token_map": None,
+        "enable_multi_layer_eagle": False,
+    }
+    runner = SimpleNamespace(server_args=SimpleNamespace(**(arguments | settings)))
+    runner._rlrefit_drafter = SimpleNamespace(draft_runner=SimpleNamespace(model=drafter))
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path", "more", "expected"),
+    [
+        ("EAGLE3", "head", {}, True),
+        ("eagle", "head", {}, True),
+        ("NEXTN", "head", {}, True),
+        ("STANDALONE", "head", {}, False),
+        ("EAGLE3", "served", {}, False),
+        ("EAGLE", None, {}, False),
+        # A copy of some rows of the model's head, which EAGLE3 does not make.
+        ("EAGLE", "head", {"speculative_token_map": "hot.pt"}, False),
+        ("EAGLE3", "head", {"speculative_token_map": "hot.pt"}, True),
+    ],
+)
+def test_heads_of_a_checkpoint_of_their_own_may_be_trained(
+    algorithm: str, path: str | None, more: dict[str, Any], expected: bool
+) -> None:
+    settings = {"speculative_algorithm": algorithm, "speculative_draft_model_path": path, **more}
+    assert may_be_trained(_engine(LlamaForCausalLMEagle3(), **settings)) is expected
+    assert not may_be_trained(_engine(Glm4MoeForCausalLMNextN(), **settings))
+
+
+def test_an_engine_without_a_drafter_takes_no_trained_one() -> None:
+    runner = _engine(None)
+    del runner._rlrefit_drafter
+    assert not may_be_trained(runner)
+    know_drafter(SimpleNamespace(draft_worker=None, tp_worker=SimpleNamespace(model_runner=runner)))
+    assert not may_be_trained(runner)
 
 
 def test_a_drafter_that_fell_asleep_before_it_was_known_wakes_up_without_its_buffers() -> None:

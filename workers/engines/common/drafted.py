@@ -9,6 +9,7 @@ travel with a prefix.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from ....integration.weights.manifest import TensorSpec
 from ...drafter_names import DRAFTER, of_drafter, prefixed, prefixed_fragments
 from .loader_trace.trace import LoaderTrace, Manifest
 from .traced_destination import Routes, TracedDestination
+
+logger = logging.getLogger(__name__)
 
 STAYS: Final = "refits don't reach the drafter, which would go on with the weights of its start"
 # MTP layers have a module of their own (Qwen3-Next, MiMo, LongCat, ERNIE), or follow the last layer (DeepSeek, GLM).
@@ -83,6 +86,25 @@ def words_of_stay(method: str, drafter: str, asleep: str) -> str:
     )
 
 
+def tell_of_left_out(left: Sequence[str], why: str, remedy: str) -> None:
+    """Log a warning that a trained drafter's weights come for nothing, since the drafter shares the served model's.
+
+    Args:
+        left: their names in the drafter's checkpoint; nothing is told of none.
+        why: the drafter shares them.
+        remedy: what to change, with what parts it from the sentence before; empty if nothing can be.
+    """
+    if not left:
+        return
+    logger.warning(
+        "%s of the drafter that the trainer sends left out: this engine's drafter computes with the model's own, %s. If the trainer "
+        "trains them apart from the policy's, fewer tokens are accepted%s",
+        f"{', '.join(DRAFTER + name for name in left)} {'is' if len(left) == 1 else 'are'}",
+        why,
+        remedy,
+    )
+
+
 class BesideServed(TracedDestination[Any, Any, Any]):
     """A destination of a drafter, in which tensors of the model that it drafts for are not its own.
 
@@ -90,6 +112,8 @@ class BesideServed(TracedDestination[Any, Any, Any]):
     """
 
     _served: nn.Module
+    # Names of its parameters and buffers that are the served model's.
+    _shared: frozenset[str] = frozenset()
 
     def wants(self, name: str) -> bool:
         """Whether a weight goes into the drafter's own parameters.
@@ -110,9 +134,18 @@ class BesideServed(TracedDestination[Any, Any, Any]):
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
         names = [name for name, _ in (*twin.named_parameters(), *twin.named_buffers())]
         live = {name: tensor_at(self._model, name) for name in names}
-        return frozenset(
+        self._shared = frozenset(
             name for name, tensor in live.items() if tensor is not None and not self._is_own(tensor)
         )
+        return self._shared
+
+    def _left_out(self, trace: LoaderTrace) -> list[str]:
+        """Tensors that go nowhere, since the drafter shares the parameter with the served model."""
+        return [
+            name
+            for name, at in trace.touched.items()
+            if not at and any(parameter.endswith(name) for parameter in self._shared)
+        ]
 
 
 class TrainedDrafter:
@@ -146,6 +179,11 @@ class TrainedDrafter:
         """As :meth:`TracedDestination.new_epoch`."""
         if self._made is not None:
             self._made.new_epoch()
+
+    def agree(self, specs: Manifest) -> None:
+        """As :meth:`TracedDestination.agree`."""
+        with _named_as_sent():
+            self._drafter.agree(_drafted(specs))
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """As :meth:`TracedDestination.quantized`."""
@@ -245,6 +283,11 @@ class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: Besi
     def version(self) -> int:
         """As :attr:`TracedDestination.version`."""
         return self._served.version
+
+    @property
+    def has_trainable_drafter(self) -> bool:
+        """As :attr:`TracedDestination.has_trainable_drafter`."""
+        return self._served.has_trainable_drafter
 
     @property
     def device(self) -> torch.device:

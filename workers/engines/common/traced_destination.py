@@ -154,8 +154,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         """``shared`` with what this engine keeps beside it."""
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The misc path: full checkpoint tensors through the engine's own loader."""
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """:meth:`load_weights` of the live model's own weights."""
 
     @abstractmethod
     def _post_load(self, routes: Found) -> None:
@@ -269,6 +269,17 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             return self._traced(manifest)
         return self._routes
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The misc path: full checkpoint tensors through the engine's own loader.
+
+        May be called several times in one refit; the tensors may be reused after the call.
+
+        Raises:
+            RefitError: :meth:`fragments` was not called before, or a tensor can't be taken.
+        """
+        # A trained drafter's come with the model's, and no loader of a model's knows their names.
+        self._load(without_drafter(weights))
+
     def finish(self, version: int) -> None:
         """Post-load work, once per refit after all bytes have landed and all misc tensors were loaded.
 
@@ -290,7 +301,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             logger.warning(
                 "the trainer sends a drafter that it trains beside the policy (%d weights, the first is %s), and this engine has none that "
                 "takes them: they are left out, and if it drafts, fewer tokens are accepted as the policy moves. vLLM takes them with "
-                "method eagle or eagle3 in speculative_config, without parallel_drafting",
+                "method eagle or eagle3 in speculative_config, without parallel_drafting; SGLang with speculative_algorithm EAGLE3 or EAGLE "
+                "and a head at speculative_draft_model_path",
                 len(drafted),
                 drafted[0],
             )

@@ -20,13 +20,12 @@ from torch import nn
 from ....integration.errors import PlanError
 from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
-from ...drafter_names import without_drafter
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import filled_buffers, require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .derived import made_in_place
-from .drafters import check_follows
+from .drafters import check_follows, may_be_trained
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
@@ -146,10 +145,15 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             if any(landing.parameter in again for landing in routes.landings.get(spec.name, ()))
         }
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The misc path: full checkpoint tensors through the model's own ``load_weights``, as SGLang's updates do."""
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        # Through the model's own load_weights, as SGLang's updates do.
         with torch.no_grad():
-            self._model.load_weights(self._loaded_by_sglang(without_drafter(weights)))
+            self._model.load_weights(self._loaded_by_sglang(weights))
+
+    @property
+    def has_trainable_drafter(self) -> bool:
+        """As :attr:`TracedDestination.has_trainable_drafter`."""
+        return may_be_trained(self._runner)
 
     def loads_alone(self, specs: Manifest) -> bool:
         """Whether SGLang's own updates write all that this destination wants of ``specs``, by whose routes it goes from here on.

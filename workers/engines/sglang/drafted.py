@@ -1,27 +1,40 @@
-"""The MTP layers of a live SGLang worker as a destination of refits, beside the model that they draft for."""
+"""The drafter of a live SGLang worker as a destination of refits, beside the model that it drafts for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from torch import nn
 
-from ..common.drafted import BesideServed, DraftedDestination, mtp_weights
-from ..common.loader_trace.trace import Manifest
+from ....integration.errors import PlanError, RefitError
+from ...drafter_names import of_drafter
+from ..common.drafted import BesideServed, DraftedDestination, TrainedDrafter, mtp_weights, tell_of_left_out
+from ..common.loader_trace.trace import LoaderTrace, Manifest
 from ..common.traced_destination import Traced
 from .destination import SglangDestination
-from .drafters import may_follow, require_drafter, settings_of, tell_of_stay
+from .drafters import (
+    may_be_trained,
+    may_follow,
+    require_drafter,
+    settings_of,
+    tell_of_stay,
+    tokens_of_drafter,
+)
 from .fp8 import BlockFp8
 from .layouts import SglangLayout
 
+# For each token of an EAGLE-3 head's vocabulary how far its number is from the model's.
+_MAPPING: Final = "d2t"
+
 
 class SglangDrafterDestination(BesideServed, SglangDestination):
-    """What the MTP layers of one SGLang worker want, as a model beside the one that they draft for.
+    """What the drafter of one SGLang worker wants, as a model beside the one that it drafts for.
 
     Args:
         drafter: its ``ModelRunner``.
@@ -31,7 +44,6 @@ class SglangDrafterDestination(BesideServed, SglangDestination):
 
     def __init__(self, drafter: Any, served: nn.Module, device: torch.device) -> None:
         self._served = served
-        self._shared: frozenset[str] = frozenset()
         super().__init__(drafter, device)
 
     @contextmanager
@@ -44,15 +56,85 @@ class SglangDrafterDestination(BesideServed, SglangDestination):
         ):
             yield twin
 
-    def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
-        self._shared = super()._held_by_others(twin)
-        return self._shared
-
     def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
         return super()._to_fill(traced) - self._shared
 
 
-class SglangDraftedDestination(DraftedDestination[SglangDestination, SglangDrafterDestination]):
+class SglangEagleDestination(SglangDrafterDestination):
+    """What an EAGLE head wants, by the names of its own checkpoint.
+
+    SGLang has it compute with the model's embedding, and reads once, at its start, which of the model's tokens it knows. So a trainer's
+    mapping has to be that one.
+
+    Args:
+        drafter: its ``ModelRunner``.
+        served: the model that it drafts for, whose tensors are not the drafter's own.
+        tokens: as of :func:`~.drafters.tokens_of_drafter`.
+        device: where the parameters live.
+    """
+
+    def __init__(
+        self, drafter: Any, served: nn.Module, tokens: torch.Tensor | None, device: torch.device
+    ) -> None:
+        mapping = None if tokens is None else tokens.cpu() - torch.arange(len(tokens))
+        # None is that of a head with the model's tokens in the model's order: zeros.
+        self._mapping = mapping if mapping is not None and mapping.any() else None
+        super().__init__(drafter, served, device)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super()._load(self._but_mapping(weights))
+
+    def _but_mapping(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if _MAPPING not in name:
+                yield name, tensor
+            elif not self._is_served(tensor):
+                raise RefitError(
+                    "it maps the head's tokens to others of the model than this engine's worker does, which reads the mapping once, at its "
+                    "start: the head would draft by one and be trained by another. The engine generates again after a refit that "
+                    "succeeds; train the head with the mapping of the checkpoint at speculative_draft_model_path, or start SGLang from one "
+                    "that has the trainer's (where load_format is dummy, with speculative_draft_load_format=auto)",
+                    stage="misc",
+                    parameter=name,
+                )
+
+    def _is_served(self, mapping: torch.Tensor) -> bool:
+        if self._mapping is None:
+            return not mapping.any()
+        return torch.equal(mapping.cpu().to(self._mapping.dtype), self._mapping)
+
+    def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+        # SGLang's loader computes with the mapping, and no parameter has it.
+        others = [spec for spec in manifest if _MAPPING not in spec[0]]
+        mappings = [name for name, *_ in manifest if _MAPPING in name]
+        trace = super()._trace(twin, others)
+        return replace(
+            trace,
+            landings=trace.landings | dict.fromkeys(mappings, ()),
+            touched=trace.touched | dict.fromkeys(mappings, frozenset[str]()),
+            misc_reasons=trace.misc_reasons
+            | dict.fromkeys(
+                mappings, "SGLang reads it once, at its start, and it is compared with what was read"
+            ),
+        )
+
+    def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
+        super()._check(traced)
+        if self._mapping is not None and not any(_MAPPING in name for name, *_ in traced.manifest):
+            raise PlanError(
+                "the trainer does not send it, and this engine's head has tokens of the model in an order of its own, so that nothing tells "
+                "whether the trainer's head has the same. Nothing was written; keep d2t in the head's state dict (a persistent buffer)",
+                stage="trace",
+                parameter=_MAPPING,
+            )
+        tell_of_left_out(
+            self._left_out(traced.trace), "as SGLang has it whatever the drafter's checkpoint has", ""
+        )
+
+
+class SglangDraftedDestination(
+    DraftedDestination[SglangDestination, SglangDrafterDestination | TrainedDrafter]
+):
     """A served model and its drafter, of one SGLang worker."""
 
     def loads_alone(self, specs: Manifest) -> bool:
@@ -80,16 +162,24 @@ def destination_of(runner: Any, device: torch.device) -> SglangDestination | Sgl
     Raises:
         RefitError: its drafter can't be found.
     """
+
+    def tell() -> None:
+        tell_of_stay(runner)
+
     served = SglangDestination(runner, device)
     drafter = require_drafter(runner)
     if drafter is None:
         return served
-    if not may_follow(settings_of(runner)):
-        tell_of_stay(runner)
-        return served
-    return SglangDraftedDestination(
-        served,
-        SglangDrafterDestination(drafter, runner.model, device),
-        partial(mtp_weights, layers=runner.model_config.num_hidden_layers),
-        lambda: tell_of_stay(runner),
-    )
+    if may_follow(settings_of(runner)):
+        mtp_layers = SglangDrafterDestination(drafter, runner.model, device)
+        return SglangDraftedDestination(
+            served, mtp_layers, partial(mtp_weights, layers=runner.model_config.num_hidden_layers), tell
+        )
+    if may_be_trained(runner):
+
+        def make() -> SglangEagleDestination:
+            return SglangEagleDestination(drafter, runner.model, tokens_of_drafter(runner), device)
+
+        return SglangDraftedDestination(served, TrainedDrafter(make), partial(filter, of_drafter), tell)
+    tell()
+    return served

@@ -1,8 +1,8 @@
 """Drafters, the separate models by which SGLang decodes speculatively: which of them refits reach, and the way to them.
 
-As with vLLM (:mod:`..vllm.drafters`), MTP layers of the served checkpoint follow the policy where it trains them
-(:mod:`.drafted`). Other drafters keep their weights. A worker has no reference to its drafter, but the scheduler of its process
-has: :func:`know_drafter` leaves one with the worker.
+As with vLLM (:mod:`..vllm.drafters`), MTP layers of the served checkpoint follow the policy where it trains them, and an EAGLE head
+one that is trained beside the policy (:mod:`.drafted`). Other drafters keep their weights. A worker has no reference to its
+drafter, but the scheduler of its process has: :func:`know_drafter` leaves one with the worker.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 _WITHOUT_DRAFTER: Final = frozenset({"NGRAM"})
 # One and the same: MTP layers, or an EAGLE head of another checkpoint.
 _MTP: Final = frozenset({"EAGLE", "NEXTN"})
+# An EAGLE head always.
+_EAGLE3: Final = "EAGLE3"
 # What the others do with their drafters was not read.
-_READ: Final = frozenset({*_MTP, "EAGLE3", "STANDALONE"})
+_READ: Final = frozenset({*_MTP, _EAGLE3, "STANDALONE"})
 # The settings of an engine by which :func:`drafter_problems` tells.
 DRAFTER_SETTINGS: Final = (
     "model_path",
@@ -40,7 +42,9 @@ DRAFTER_SETTINGS: Final = (
     "enable_multi_layer_eagle",
 )
 _MTP_CLASS: Final = re.compile("mtp|nextn", re.IGNORECASE)
+# SGLang's worker of the drafter, and where it has the drafter's runner.
 _ATTRIBUTE: Final = "_rlrefit_drafter"
+_RUNNER: Final = "draft_runner"
 # By which the scheduler tells rlrefit's sessions from those of others.
 SESSION: Final = "rlrefit"
 
@@ -53,6 +57,24 @@ def has_drafter(algorithm: str | None) -> bool:
 def may_follow(settings: Mapping[str, Any]) -> bool:
     """Whether the drafter is MTP layers of the checkpoint that the engine serves, so that refits may bring its weights."""
     return str(settings["speculative_algorithm"]).upper() in _MTP and _is_served(settings)
+
+
+def may_be_trained(runner: Any) -> bool:
+    """Whether the drafter is one of a checkpoint of its own that trainers train beside the policy, so that refits may bring its weights.
+
+    Args:
+        runner: the worker's.
+    """
+    asked, drafter = settings_of(runner), live_drafter(runner)
+    algorithm = str(asked["speculative_algorithm"]).upper()
+    return (
+        drafter is not None
+        and algorithm in {*_MTP, _EAGLE3}
+        and not _is_served(asked)
+        and not _is_mtp(drafter)
+        # The map has SGLang give the head a copy of some rows of the model's, out of any refit's reach. EAGLE3 does not read it.
+        and (algorithm == _EAGLE3 or not asked["speculative_token_map"])
+    )
 
 
 def drafter_problems(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -83,7 +105,17 @@ def drafter_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def live_drafter(runner: Any) -> Any:
     """SGLang's ``ModelRunner`` of the drafter beside the worker's own ``runner``; None if it has none, or it is not known."""
-    return getattr(runner, _ATTRIBUTE, None)
+    return getattr(getattr(runner, _ATTRIBUTE, None), _RUNNER, None)
+
+
+def tokens_of_drafter(runner: Any) -> torch.Tensor | None:
+    """The served model's token for each one that the drafter's head knows, as the worker drafts with them; None if all are the same.
+
+    Args:
+        runner: the worker's, whose drafter is known.
+    """
+    found: torch.Tensor | None = getattr(runner, _ATTRIBUTE).hot_token_id
+    return found
 
 
 def require_drafter(runner: Any) -> Any:
@@ -137,7 +169,7 @@ def check_follows(runner: Any, trace: LoaderTrace) -> None:
         PlanError: names the first weight of the manifest that was meant for the drafter.
     """
     drafter = live_drafter(runner)
-    if drafter is None or not _MTP_CLASS.search(type(drafter.model).__name__):
+    if drafter is None or not _is_mtp(drafter):
         return
     asked = settings_of(runner)
     if may_follow(asked):
@@ -161,10 +193,11 @@ def know_drafter(scheduler: Any) -> None:
     Args:
         scheduler: of this process. Safe to call again.
     """
-    drafter = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    drafter = getattr(worker, _RUNNER, None)
     if drafter is None or live_drafter(scheduler.tp_worker.model_runner) is drafter:
         return
-    setattr(scheduler.tp_worker.model_runner, _ATTRIBUTE, drafter)
+    setattr(scheduler.tp_worker.model_runner, _ATTRIBUTE, worker)
     from sglang.srt.managers import io_struct
 
     own = _Buffers(drafter.model, scheduler.tp_worker.model_runner.model)
@@ -250,6 +283,10 @@ class _Session:
             yield
         finally:
             self._updater.draft_worker = drafter
+
+
+def _is_mtp(drafter: Any) -> bool:
+    return _MTP_CLASS.search(type(drafter.model).__name__) is not None
 
 
 def _is_served(settings: Mapping[str, Any]) -> bool:

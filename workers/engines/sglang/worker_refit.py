@@ -206,10 +206,11 @@ class WorkerRefit(DestinationRefitMixin):
                 parameter=scales[0],
             )
         drafted = [spec.name for spec in coming if of_drafter(spec.name)]
-        if drafted:
+        if drafted and not self.bucketed.has_trainable_drafter:
             raise RefitError(
-                f"{', '.join(drafted[:3])}{', …' * (len(drafted) > 3)} would reach no model: SGLang's drafters don't take the weights of one that "
-                "is trained beside the policy. Nothing was written; send from a source without it (refit_drafter of the mixin)",
+                f"{', '.join(drafted[:3])}{', …' * (len(drafted) > 3)} would reach no model: this engine has no drafter that takes the weights of "
+                "one that is trained beside the policy. Nothing was written; send from a source without it (refit_drafter of the mixin), or "
+                "start SGLang with speculative_algorithm EAGLE3 or EAGLE and a head at speculative_draft_model_path",
                 stage="handshake",
                 parameter=drafted[0],
             )

@@ -29,7 +29,6 @@ from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
-from ...drafter_names import without_drafter
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
@@ -156,16 +155,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The misc path: full checkpoint tensors through vLLM's own loader.
-
-        May be called several times in one refit; the tensors may be reused after the call.
-
-        Raises:
-            RefitError: :meth:`fragments` was not called before, a tensor came twice, or the loader failed.
-        """
-        # Those of a drafter may come, too: another stage of the pipeline has it.
-        self._agreed().misc.load(without_drafter(weights))
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._agreed().misc.load(weights)
 
     @property
     def works_on_portions(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +14,15 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from ....integration.errors import PlanError
-from ...drafter_names import DRAFTER, of_drafter
-from ..common.drafted import BesideServed, DraftedDestination, TrainedDrafter, mtp_weights, tensor_at
+from ...drafter_names import of_drafter
+from ..common.drafted import (
+    BesideServed,
+    DraftedDestination,
+    TrainedDrafter,
+    mtp_weights,
+    tell_of_left_out,
+    tensor_at,
+)
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.recording import StridedRegion
 from ..common.loader_trace.trace import Zeros
@@ -24,8 +30,6 @@ from ..common.traced_destination import Routes, Traced
 from .destination import VllmDestination, VllmRoutes, meta_twin
 from .drafters import drafts_at_random, layers_of, may_follow, taken_in_parts, tell_of_stay
 from .layouts import VllmLayout
-
-logger = logging.getLogger(__name__)
 
 # For each token of an EAGLE-3 head's vocabulary how far its number is from the model's; checkpoints call it d2t.
 _MAPPING: Final = "draft_id_to_target_id"
@@ -47,10 +51,9 @@ class DrafterDestination(BesideServed, VllmDestination):
         self._served = served
         super().__init__(drafter, _drafting(vllm_config), device)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As :meth:`VllmDestination.load_weights`, of weights that it :meth:`wants`."""
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with taken_in_parts(self._model):
-            super().load_weights(weights)
+            super()._load(weights)
 
     @contextmanager
     def _twin(self) -> Iterator[nn.Module]:
@@ -68,8 +71,6 @@ class EagleDestination(DrafterDestination):
 
     vLLM has it share the model's embedding and head where its first checkpoint has none, or the same.
     """
-
-    _shared: frozenset[str] = frozenset()
 
     def _held_by_others(self, twin: nn.Module) -> frozenset[str]:
         # Also what a module of the model's has under no name of the twin's: a quantized head, say.
@@ -96,11 +97,7 @@ class EagleDestination(DrafterDestination):
 
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         super()._check(traced)
-        left = [
-            name
-            for name, at in traced.trace.touched.items()
-            if not at and any(parameter.endswith(name) for parameter in self._shared)
-        ]
+        left = self._left_out(traced.trace)
         if left and drafts_at_random(self._vllm_config):
             raise PlanError(
                 f"the trainer sends it ({len(left)} such weights), and this engine's drafter computes with the model's own, since it was started with "
@@ -109,15 +106,11 @@ class EagleDestination(DrafterDestination):
                 stage="trace",
                 parameter=left[0],
             )
-        if left:
-            logger.warning(
-                "%s of the drafter that the trainer sends left out: this engine's drafter computes with the model's own, since its first "
-                "checkpoint had none or the same. If the trainer trains them apart from the policy's, fewer tokens are accepted; start vLLM "
-                "from a checkpoint of the drafter that has its own",
-                f"{DRAFTER}{left[0]} is"
-                if len(left) == 1
-                else f"{', '.join(DRAFTER + name for name in left)} are",
-            )
+        tell_of_left_out(
+            left,
+            "since its first checkpoint had none or the same",
+            "; start vLLM from a checkpoint of the drafter that has its own",
+        )
 
 
 def drafted_destination(
