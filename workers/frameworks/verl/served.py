@@ -31,9 +31,9 @@ _HAVE_IT_QUANTIZED = (
     f"shard to shard, the trainer quantizes for such an engine: set {QUANTIZES}=true, or take checkpoint_engine.backend=nccl_xfer, "
     "which sends BF16 for verl to quantize"
 )
-_ONE_FORMAT = (
-    f"FP8 in blocks of 128x128 is the one format in which weights go shard to shard quantized: rollout.quantization=fp8 with "
-    f"{QUANTIZES}=true. Otherwise leave both out"
+_FORMATS = (
+    f"weights go shard to shard quantized in FP8 blocks of 128x128, by rollout.quantization=fp8 with {QUANTIZES}=true, and in INT4, by "
+    f"engine_kwargs.vllm.hf_overrides with {MAKES_INT4}=true. Otherwise leave these out"
 )
 
 
@@ -60,22 +60,20 @@ def asked_violations(
         if not config.trainer_quantize_fp8:
             found.append(f"rollout.quantization is fp8; {_HAVE_IT_QUANTIZED}")
     elif name is not None:
-        found.append(f"rollout.quantization is {name}; {_ONE_FORMAT}")
+        found.append(f"rollout.quantization is {name}; {_FORMATS}")
     if config.trainer_quantize_mxfp4:
         found.append(f"{PACKS} is true, and no engine of verl's has run with experts in MXFP4; give false")
     if config.trainer_quantize_int4:
-        found.append(
-            f"{MAKES_INT4} is true, and no engine of verl's has run with weights in INT4; give false"
-        )
+        found += _int4_violations(engine, name, kwargs)
     if (rollout.get("qat") or {}).get("enable"):
         found.append(
             "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "
-            f"{_ONE_FORMAT}"
+            f"{_FORMATS}"
         )
     if kwargs.get("quantization") is not None:
         found.append(
             f"rollout.engine_kwargs.{engine}.quantization is {kwargs['quantization']}, by which the engine quantizes in a way of "
-            f"its own; {_ONE_FORMAT}"
+            f"its own; {_FORMATS}"
         )
     mtp = rollout.get("mtp") or model.get("mtp") or {}
     drafts = mtp if mtp.get("enable") and mtp.get("enable_rollout") else {}
@@ -88,11 +86,31 @@ def asked_violations(
             found.append(f"{drafter.where} names a drafter ({drafter.name}); {_STAYS}; {off}")
         elif not sent:
             found.append(f"{drafter.where}: {_NOT_SENT}; or {off}")
-        if config.trainer_quantize_fp8:
+        made = QUANTIZES if config.trainer_quantize_fp8 else MAKES_INT4
+        if config.trainer_quantize_fp8 or config.trainer_quantize_int4:
             found.append(
-                f"{drafter.where}: no drafter has run with quantized weights; {off}, or {QUANTIZES}=false"
+                f"{drafter.where}: no drafter has run with quantized weights; {off}, or {made}=false"
             )
     return found + (_asked_of_vllm(kwargs) if engine == "vllm" else _asked_of_sglang(rollout, kwargs))
+
+
+def _int4_violations(engine: str, quantization: str | None, kwargs: Mapping[str, Any]) -> list[str]:
+    """What keeps an engine from holding the INT4 that the actors make."""
+    if engine != "vllm":
+        return [
+            f"{MAKES_INT4} is true, and {engine} has not run in INT4 under verl; give false, or rollout.name=vllm"
+        ]
+    if quantization is not None:
+        return [
+            f"{MAKES_INT4} is true, and rollout.quantization is {quantization}, which is another format; leave one of them out"
+        ]
+    served = _settings(kwargs, "hf_overrides").get("quantization_config") or {}
+    if served.get("quant_method") != "compressed-tensors":
+        return [
+            f"{MAKES_INT4} is true, and rollout.engine_kwargs.vllm.hf_overrides has no quantization_config of compressed-tensors, so that "
+            "the engine would hold BF16; give it that of rlrefit.recipes.rollout.arguments.int4(group)"
+        ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -112,11 +130,16 @@ class _Drafter:
     where: str
 
 
+def _settings(vllm: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Those that an argument of vLLM's has, which may be their JSON."""
+    given = vllm.get(key) or {}
+    return json.loads(given) if isinstance(given, str) else given
+
+
 def _drafter_of_vllm(vllm: Mapping[str, Any], mtp: Mapping[str, Any], served: str | None) -> _Drafter | None:
     """Of an engine with these arguments, and ``model.mtp`` where it drafts by that (verl's ``build_mtp_speculative_config``)."""
     key = "speculative_config"
-    given = vllm.get(key) or {}
-    given = json.loads(given) if isinstance(given, str) else given
+    given = _settings(vllm, key)
     asked = {"method": mtp["method"]} if mtp else {}
     asked |= {name: value for name, value in given.items() if value is not None}
     method, model = method_in(asked), asked.get("model")
@@ -185,7 +208,7 @@ def model_violations(model: Mapping[str, Any]) -> list[str]:
 
 def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
     """By what vLLM's worker made of all its settings and of its checkpoint."""
-    found = _quantized(vllm_config.quant_config, config.trainer_quantize_fp8)
+    found = _quantized(vllm_config.quant_config, config)
     speculative = vllm_config.speculative_config
     if speculative is not None and has_weights(speculative.method) and not may_follow(vllm_config):
         found.append(
@@ -195,13 +218,17 @@ def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
     return found
 
 
-def _quantized(quant_config: Any, by_trainer: bool) -> list[str]:
+def _quantized(quant_config: Any, config: RefitConfig) -> list[str]:
     """What hinders weights that are quantized, by vLLM's configuration of them; None where they aren't."""
+    by_trainer = config.trainer_quantize_fp8
     if quant_config is None:
-        unquantized = f"{QUANTIZES} is true, and its weights are not quantized; {_ONE_FORMAT}"
-        return [unquantized] if by_trainer else []
+        made = QUANTIZES if by_trainer else MAKES_INT4
+        unquantized = f"{made} is true, and its weights are not quantized; {_FORMATS}"
+        return [unquantized] if by_trainer or config.trainer_quantize_int4 else []
     name, block = quant_config.get_name(), getattr(quant_config, "weight_block_size", None)
-    how, remedy = "", _ONE_FORMAT
+    if name == "compressed-tensors" and config.trainer_quantize_int4:
+        return []  # layers that hold another format of it are refused one by one
+    how, remedy = "", _FORMATS
     if name == "fp8" and (block is None or not quant_config.is_checkpoint_fp8_serialized):
         how = " with a scale for each weight"
     elif name == "fp8" and tuple(block) != BLOCK:

@@ -1,11 +1,11 @@
-"""Ranks of an actor of verl's and of its FP8 rollout, which meet by the order that verl hands over."""
+"""Ranks of an actor of verl's and of its quantized rollout, which meet by the order that verl hands over."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.workers.frameworks.verl.options import EXTENSION
 from rlrefit.workers.frameworks.verl.orders import Order
 from tests.fp8_refits import bytes_of, differing, poison
@@ -22,23 +23,51 @@ from tests.vllm.vllm_fp8_kernels import choose_kernels
 
 TRAIN_RANKS = 2
 _READY = "the rollout has loaded its models"
-CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full", trainer_quantize_fp8=True)
-_ROLLOUT = {
-    "name": "vllm",
-    "dtype": "bfloat16",
-    "quantization": "fp8",
-    "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}},
-}
+_CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full")
 
 
 @dataclass(frozen=True)
-class Fp8Rollout:
+class Kind:
+    """A format, by what asks for it under verl.
+
+    Attributes:
+        setting: of the actors.
+        quantization: ``actor_rollout_ref.rollout.quantization``.
+        overrides: ``rollout.engine_kwargs.vllm.hf_overrides``, which take the place of those that verl makes.
+    """
+
+    setting: str
+    quantization: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RefitConfig:
+        return replace(_CONFIG, **{self.setting: True})
+
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """``actor_rollout_ref.rollout``."""
+        overrides = {"hf_overrides": self.overrides} if self.overrides else {}
+        return {
+            "name": "vllm",
+            "dtype": "bfloat16",
+            "quantization": self.quantization,
+            "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION, **overrides}},
+        }
+
+
+FP8 = Kind("trainer_quantize_fp8", quantization="fp8")
+INT4 = Kind("trainer_quantize_int4", overrides={"quantization_config": int4(32)})
+
+
+@dataclass(frozen=True)
+class QuantizedRollout:
     """What the engine of a rollout saw.
 
     Attributes:
         patched: the module of the functions that process its layers' loaded weights.
         own: parameters of another dtype than BF16.
-        differing: before the first refit and after each, what is not as vLLM loads it of the checkpoint in FP8.
+        differing: before the first refit and after each, what is not as vLLM loads it of the quantized checkpoint.
         answers: what is served after each.
     """
 
@@ -48,7 +77,7 @@ class Fp8Rollout:
     answers: list[dict[str, Any]]
 
 
-def actor(rank: int, trained: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+def actor(rank: int, kind: Kind, trained: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """A model in FP32 under FSDP2, as verl's engine has it: the routes, then each refit's record."""
     from rlrefit.workers.frameworks.verl.source import FSDPSide, source_of
     from tests.fsdp.ranks import Layout, build, mesh_of
@@ -57,8 +86,8 @@ def actor(rank: int, trained: Sequence[str], folder: Path) -> list[dict[str, Any
     mesh = mesh_of(layout)
     model, *others = (build(path, layout, mesh) for path in trained)
     engine = SimpleNamespace(module=model, is_param_offload_enabled=False)
-    asked = OmegaConf.create({"actor": {"strategy": "fsdp2"}, "rollout": _ROLLOUT, "model": {}})
-    side = source_of(SimpleNamespace(actor=SimpleNamespace(engine=engine), config=asked), CONFIG)
+    asked = OmegaConf.create({"actor": {"strategy": "fsdp2"}, "rollout": kind.rollout, "model": {}})
+    side = source_of(SimpleNamespace(actor=SimpleNamespace(engine=engine), config=asked), kind.config)
     assert isinstance(side, FSDPSide)
     wait_for(folder / _READY)
     if rank == 0:
@@ -73,8 +102,10 @@ def actor(rank: int, trained: Sequence[str], folder: Path) -> list[dict[str, Any
     return answers
 
 
-def rollout(rank: int, begun: str, served: Sequence[str], folder: Path, path: str) -> Fp8Rollout:
-    """vLLM's model by the configuration that verl's server makes of ``quantization: fp8``, in a worker with our extension.
+def rollout(
+    rank: int, kind: Kind, begun: str, served: Sequence[str], folder: Path, path: str
+) -> QuantizedRollout:
+    """vLLM's model by the configuration that verl's server makes of its settings, in a worker with our extension.
 
     It begins with random weights of the shapes of ``begun``; ``path`` is where vLLM is found by the name that verl asks for.
     """
@@ -94,42 +125,56 @@ def rollout(rank: int, begun: str, served: Sequence[str], folder: Path, path: st
     with set_current_vllm_config(_config(served[0])):
         init_distributed_environment(1, rank, "env://", rank, "gloo")
         initialize_model_parallel(1, 1)
-    worker = _worker(_config(begun, **_by_verls_server(begun)))
+    worker = _worker(_config(begun, **_by_verls_server(begun, kind)))
     live = worker.model_runner.model
-    expected = [bytes_of(dict(_loaded(_config(path)).named_parameters())) for path in served]
-    wrong = [differing(bytes_of(dict(live.named_parameters())), expected[-1])]
+    expected = [bytes_of(_brought(_loaded(_config(path)))) for path in served]
+    wrong = [differing(bytes_of(_brought(live)), expected[-1])]
     (folder / _READY).touch()
     meeting, answers = meeting_in(folder), []
     for version, wanted in enumerate(expected, start=1):
-        poison(live.parameters())
+        # But compressed-tensors' scales of a cache and its shapes, which no trainer here sends.
+        poison(
+            t for name, t in live.named_parameters() if ".attn._" not in name and not name.endswith("_shape")
+        )
         first = meeting if version == 1 else None
-        worker.refit_as_ordered(asdict(Order(first, TRAIN_RANKS, TRAIN_RANKS, version, asdict(CONFIG), None)))
+        worker.refit_as_ordered(
+            asdict(Order(first, TRAIN_RANKS, TRAIN_RANKS, version, asdict(kind.config), None))
+        )
         answers.append(worker.refit_serving_version())
-        wrong.append(differing(bytes_of(dict(live.named_parameters())), wanted))
+        wrong.append(differing(bytes_of(_brought(live)), wanted))
     worker.close_refit()
     methods = [getattr(module, "quant_method", None) for module in live.modules()]
-    return Fp8Rollout(
+    return QuantizedRollout(
         {
             type(method).process_weights_after_loading.__globals__["__name__"]
             for method in methods
             if type(method).__name__ in ("Fp8LinearMethod", "Fp8MoEMethod")
         },
-        {name for name, held in live.named_parameters() if held.dtype != torch.bfloat16},
+        {name for name, held in _brought(live).items() if held.dtype != torch.bfloat16},
         wrong,
         answers,
     )
 
 
-def _by_verls_server(model: str) -> dict[str, Any]:
-    """vLLM's arguments, from verl's own function of its settings."""
+def _brought(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """All that refits bring: not compressed-tensors' scales of a cache and its shapes."""
+    return {
+        name: held
+        for name, held in model.named_parameters()
+        if ".attn._" not in name and not name.endswith("_shape")
+    }
+
+
+def _by_verls_server(model: str, kind: Kind) -> dict[str, Any]:
+    """vLLM's arguments, from verl's own function of its settings, and from those that go to vLLM as they are."""
     from transformers import AutoConfig
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    settings = SimpleNamespace(quantization="fp8", qat=None, quantization_config_file=None)
+    settings = SimpleNamespace(quantization=kind.quantization, qat=None, quantization_config_file=None)
     of_model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(model))
     asked = SimpleNamespace(config=settings, model_config=of_model)
     quantization, overrides = vLLMHttpServer._apply_quantization(asked)
-    return {"quantization": quantization, "hf_overrides": overrides, "load_format": "dummy"}
+    return {"quantization": quantization, "hf_overrides": kind.overrides or overrides, "load_format": "dummy"}
 
 
 def _worker(config: Any) -> Any:
