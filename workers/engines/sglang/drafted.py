@@ -12,11 +12,11 @@ from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, spe
 from torch import nn
 
 from ..common.drafted import BesideServed, DraftedDestination, mtp_weights
+from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Manifest
 from ..common.traced_destination import Traced
 from .destination import SglangDestination
 from .drafters import may_follow, require_drafter, settings_of, tell_of_stay
-from .fp8 import BlockFp8
 from .layouts import SglangLayout
 
 
@@ -48,7 +48,7 @@ class SglangDrafterDestination(BesideServed, SglangDestination):
         self._shared = super()._held_by_others(twin)
         return self._shared
 
-    def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
+    def _to_fill(self, traced: Traced[SglangLayout, HoldsCodes]) -> set[str]:
         return super()._to_fill(traced) - self._shared
 
 

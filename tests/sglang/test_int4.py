@@ -1,0 +1,138 @@
+"""INT4 in SGLang's models: what they hold after refits is what SGLang loads from a checkpoint of the same codes and scales.
+
+``make test-sglang`` runs them (docs/sglang.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.quantize.formats import Int4
+from tests.spawn import run_ranks
+
+from .int4_ranks import Int4Case, Int4Result, refit_int4, written
+
+pytestmark = [
+    pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+
+# Groups, and options of a case.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense, 32": (32, {}),
+    "dense, 128": (128, {}),
+    "experts, Marlin, 32": (32, {"experts": True}),
+    "experts, Marlin, 128": (128, {"experts": True}),
+    "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
+    "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
+}
+OTHER = "a scheme that was not read"
+LISTED = {**CASES, OTHER: (64, {"unknown": True})}
+OCCASIONS = {
+    *(f"full tensors {refit}" for refit in range(3)),
+    "packed by the trainer",
+    *(f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)),
+    *(f"sparse {refit}" for refit in range(4)),
+}
+# Qwen3's, of each of two layers.
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+Results = dict[str, list[Int4Result]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: written(folder / name, group, **options) for name, (group, options) in LISTED.items()}
+
+
+def _refitted(ranks: int, cases: dict[str, Int4Case], cut: Int4Case | None) -> tuple[Results, list[str]]:
+    """All cases in one set of processes; and what each of them told of experts whose groups are cut."""
+    by_rank = run_ranks(refit_int4, ranks, ranks, list(cases.values()), cut, timeout_s=850)
+    results, told = zip(*by_rank, strict=True)
+    return {name: [found[i] for found in results] for i, name in enumerate(cases)}, list(told)
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Int4Case]) -> Results:
+    return _refitted(1, cases, None)[0]
+
+
+@pytest.fixture(scope="module")
+def shared(cases: dict[str, Int4Case], tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[str]]:
+    # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
+    cut: Path = tmp_path_factory.mktemp("cut")
+    return _refitted(2, cases, written(cut, 64, experts=True, width=192))
+
+
+@pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return request.getfixturevalue("alone") if request.param == 1 else request.getfixturevalue("shared")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_were(
+    results: Results, case: str
+) -> None:
+    for rank in results[case]:
+        assert rank.differing.keys() == OCCASIONS
+        assert not any(rank.differing.values()), rank.differing
+        assert rank.moved == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Results, case: str) -> None:
+    for rank in results[case]:
+        assert rank.reasons == {}
+        assert {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")} < {*rank.bulk}
+        assert rank.routes["nccl_xfer"]["misc"] == rank.routes["nccl_xfer"]["unused"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_names_what_it_holds_in_int4_and_nothing_else(results: Results, case: str) -> None:
+    group, options = CASES[case]
+    mlp = [f"mlp.experts.{expert}." for expert in range(8)] if "experts" in options else ["mlp."]
+    modules = [*LINEAR, *(f"{where}{part}" for where in mlp for part in PARTS)]
+    names = {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
+    for rank in results[case]:
+        assert rank.own == dict.fromkeys(names, Int4(group))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_are_dense_since_sglang_puts_what_is_written_in_order(results: Results, case: str) -> None:
+    assert all(rank.sparse == [False] * 4 for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buckets_are_not_left_to_a_loader_that_cant_write_them(results: Results, case: str) -> None:
+    assert all(rank.refused["SGLang's own loader"] == "False" for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("brought", "told"),
+    [
+        ("BF16", "trainer_quantize_int4=true"),
+        ("no scales", "self_attn.o_proj.weight_scale"),
+        ("no codes", "self_attn.o_proj.weight_packed"),
+    ],
+)
+def test_weights_without_their_scales_and_scales_without_their_codes_are_refused_by_name(
+    results: Results, case: str, brought: str, told: str
+) -> None:
+    assert all(told in rank.refused[brought] for rank in results[case])
+
+
+def test_layers_of_a_scheme_that_was_not_read_are_refused_by_name(results: Results) -> None:
+    for rank in results[OTHER]:
+        assert "mlp.gate_up_proj" in rank.refused["BF16"]
+        assert "layer model.layers.0.mlp.down_proj" in rank.refused["packed"]
+
+
+def test_experts_whose_shards_cut_groups_are_refused(shared: tuple[Results, list[str]]) -> None:
+    assert all("mlp.experts" in one for one in shared[1])
