@@ -19,6 +19,8 @@ from rlrefit.integration.errors import RefitError
 from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.rollout.arguments import int4
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.fp8_refits import (
     Sessions,
     State,
@@ -33,7 +35,9 @@ from tests.gpu.vllm_checkpoints import quantize_to_int4, read_checkpoint, write_
 from tests.gpu.vllm_trainer import CheckpointSource
 from tests.marlin import gptq_marlin_repack
 
+from .fp8_bucket_ranks import BUCKET_BYTES, BucketScene
 from .models import begin, load_model
+from .ways import WAYS, driven_in
 
 if TYPE_CHECKING:
     from rlrefit.integration.config import RefitConfig
@@ -119,6 +123,68 @@ def refit_int4(
             except RefitError as error:
                 return results, str(error)
     return results, ""
+
+
+def refit_int4_in_buckets(
+    rank: int, ranks: int, cases: Sequence[Int4Case]
+) -> list[tuple[dict[str, list[str]], dict[str, str], set[str]]]:
+    """What a rank saw of each case: other bytes than SGLang loads, texts of errors, and formats of updates that its updater got."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    begin(rank, cases[0].served[0], ranks)
+    results = []
+    for case in cases:
+        with kernels(case):
+            scene = _Scene(rank, case)
+            scene.play()
+            results.append((scene.differing, scene.refused, scene.taken))
+    return results
+
+
+class _Scene(BucketScene):
+    """INT4 in buckets.
+
+    Attributes:
+        differing: parameters, and locks, with other bytes than in a model that SGLang loaded; by occasion.
+    """
+
+    def __init__(self, rank: int, case: Int4Case) -> None:
+        super().__init__(rank, case.served[0])
+        self._case = case
+        self._expected = [bytes_of(held(load_model(path).model)) for path in case.served]
+        self.differing: dict[str, list[str]] = {}
+
+    @property
+    def taken(self) -> set[str]:
+        """Formats of the updates that SGLang's updater got."""
+        return self._worker.taken
+
+    def _lead(self) -> None:
+        source, version = CheckpointSource(self._case.trained, CPU), 0
+        for way in WAYS:
+            with driven_in(way, self._engine()) as driven:
+                for index in (1, 0, 0):
+                    self._tell(("poison",))
+                    source.take_on(index)
+                    self._sender(source, driven.refit, trainer_quantize_int4=True).refit(version)
+                    self._tell(("compare", f"{way} {version}", index))
+                    version += 1
+                for key, keys in {
+                    "no key": {},
+                    "another key": {"trainer_quantize_fp8": True},
+                }.items():
+                    sender = self._sender(source, driven.refit, **keys)
+                    self._refusal(key, lambda sender=sender: sender.refit(90))
+                    driven.refit.require_servable()
+                    self._tell(("compare", f"{way}, {key}", 0))
+
+    def _sender(self, source: CheckpointSource, refit: SglangRefit, **keys: bool) -> SglangSender:
+        return SglangSender(source, refit, "cpu", BUCKET_BYTES, **keys)
+
+    def _do_poison(self) -> None:
+        poison(held(self._worker.runner.model).values())
+
+    def _do_compare(self, occasion: str, index: int) -> None:
+        self.differing[occasion] = differing(bytes_of(held(self._worker.runner.model)), self._expected[index])
 
 
 @contextmanager

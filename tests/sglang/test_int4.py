@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.quantize.formats import Int4
+from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.spawn import run_ranks
 
-from .int4_ranks import Int4Case, Int4Result, refit_int4, written
+from .int4_ranks import Int4Case, Int4Result, refit_int4, refit_int4_in_buckets, written
+from .ways import WAYS
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
@@ -31,6 +33,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
 }
 OTHER = "a scheme that was not read"
+IN_BUCKETS = ("dense, 128", "experts, Marlin, 32")
+REFITS = 3
 LISTED = {**CASES, OTHER: (64, {"unknown": True})}
 OCCASIONS = {
     *(f"full tensors {refit}" for refit in range(3)),
@@ -68,6 +72,12 @@ def shared(cases: dict[str, Int4Case], tmp_path_factory: pytest.TempPathFactory)
     # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
     cut: Path = tmp_path_factory.mktemp("cut")
     return _refitted(2, cases, written(cut, 64, experts=True, width=192))
+
+
+@pytest.fixture(scope="module")
+def bucketed(cases: dict[str, Int4Case]) -> dict[str, Any]:
+    by_rank = run_ranks(refit_int4_in_buckets, 2, 2, [cases[name] for name in IN_BUCKETS], timeout_s=850)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(IN_BUCKETS)}
 
 
 @pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
@@ -126,6 +136,20 @@ def test_weights_without_their_scales_and_scales_without_their_codes_are_refused
     results: Results, case: str, brought: str, told: str
 ) -> None:
     assert all(told in rank.refused[brought] for rank in results[case])
+
+
+@pytest.mark.parametrize("case", IN_BUCKETS)
+def test_buckets_bring_the_bytes_that_sglang_loads_from_a_checkpoint(
+    bucketed: dict[str, Any], case: str
+) -> None:
+    for differing, refused, taken in bucketed[case]:
+        assert len(differing) == (REFITS + 2) * len(WAYS)
+        # Refused refits have changed nothing.
+        assert not any(differing.values()), differing
+        assert taken == {LOADER}
+        if refused:  # on the first rank
+            assert "trainer_quantize_int4=True" in refused["no key"]
+            assert refused["another key"].startswith("RefitMismatch")
 
 
 def test_layers_of_a_scheme_that_was_not_read_are_refused_by_name(results: Results) -> None:
