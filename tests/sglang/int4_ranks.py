@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,14 @@ class Int4Case:
         served: the same in INT4, as SGLang loads them.
         runner: what computes with experts, of SGLang's names.
         unknown: linear layers are of a scheme that was not read.
+        started: how a recipe starts it from a checkpoint in BF16; empty if it is started from the served one.
     """
 
     trained: tuple[str, str]
     served: tuple[str, str]
     runner: str = "auto"
     unknown: bool = False
+    started: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _repack_expert(
 def _one_case(rank: int, case: Int4Case) -> Int4Result:
     from rlrefit.workers.engines.sglang.destination import SglangDestination
 
-    live = load_model(case.served[0])
+    live = load_model(case.trained[0], **case.started) if case.started else load_model(case.served[0])
     expected = [bytes_of(held(load_model(path).model)) for path in case.served]
     destination = SglangDestination(live, CPU)
     trained = [_specs(read_checkpoint(path)) for path in case.trained]

@@ -75,23 +75,23 @@ def turn_to(path: str, attention_backend: str = "torch_native") -> Any:
     return arguments
 
 
-def load_model(path: str) -> Any:
-    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang."""
+def load_model(path: str, load_format: str = "auto", **arguments: Any) -> Any:
+    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang, as with other ``arguments`` of a server."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import get_model
 
-    config, load_config = _model_config(path), LoadConfig(load_format="auto")
+    config, load_config = _model_config(path, **arguments), LoadConfig(load_format=load_format)
     model = get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
     return SimpleNamespace(
-        model=model, model_config=config, load_config=load_config, server_args=_arguments(path)
+        model=model, model_config=config, load_config=load_config, server_args=_arguments(path, **arguments)
     )
 
 
-def _model_config(path: str) -> Any:
+def _model_config(path: str, **arguments: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return ModelConfig.from_server_args(_arguments(path))
+    return ModelConfig.from_server_args(_arguments(path, **arguments))
 
 
 def _as_on_hopper() -> AbstractContextManager[Any]:
@@ -99,7 +99,7 @@ def _as_on_hopper() -> AbstractContextManager[Any]:
     return patch("torch.cuda.get_device_capability", return_value=(9, 0))
 
 
-def _arguments(path: str) -> Any:
+def _arguments(path: str, **arguments: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     with _as_on_hopper():
@@ -114,4 +114,5 @@ def _arguments(path: str) -> Any:
             sampling_backend="pytorch",
             grammar_backend="none",
             moe_runner_backend="triton",
+            **arguments,
         )

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.quantize.formats import Int4
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.rollout.arguments import sglang_arguments
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.spawn import run_ranks
 
@@ -29,6 +31,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense, 128": (128, {}),
     "experts, Marlin, 32": (32, {"experts": True}),
     "experts, Marlin, 128": (128, {"experts": True}),
+    "dense, as in a recipe": (64, {"started": True}),
+    "experts, as in a recipe": (64, {"experts": True, "started": True}),
     "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
     "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
 }
@@ -52,7 +56,19 @@ Results = dict[str, list[Int4Result]]
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: written(folder / name, group, **options) for name, (group, options) in LISTED.items()}
+    found = {}
+    for name, (group, options) in LISTED.items():
+        started = {"started": _as_in_a_recipe(group)} if "started" in options else {}
+        found[name] = written(folder / name, group, **options | started)
+    return found
+
+
+def _as_in_a_recipe(group: int) -> dict[str, str]:
+    """How a recipe has SGLang take a checkpoint in BF16."""
+    keys = ("generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true", "ray.address=auto")
+    config = load_config("grpo_tiny_sglang", [*keys, f"generation.weight_group={group}"])
+    arguments = sglang_arguments(config, None, 1, 0)
+    return {name: arguments[name] for name in ("json_model_override_args", "load_format")}
 
 
 def _refitted(ranks: int, cases: dict[str, Int4Case], cut: Int4Case | None) -> tuple[Results, list[str]]:
