@@ -22,6 +22,7 @@ from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.fp8_refits import (
+    CONFIG,
     Sessions,
     State,
     bytes_of,
@@ -140,6 +141,17 @@ def refit_int4_in_buckets(
             scene.play()
             results.append((scene.differing, scene.refused, scene.taken))
     return results
+
+
+class _Partly(CheckpointSource):
+    """A trainer that can't say where one of q, k and v lies, nor one of gate and up."""
+
+    def fragments(self) -> tuple[list[Any], dict[str, str]]:
+        found, reasons = super().fragments()
+        misc = {
+            f.name: "a test's own" for f in found if f.name.endswith((".q_proj.weight", ".up_proj.weight"))
+        }
+        return [f for f in found if f.name not in misc], reasons | misc
 
 
 class _Scene(BucketScene):
@@ -277,13 +289,25 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
         config = replace(config, trainer_quantize_fp8=False, trainer_quantize_int4=True)
         return Sessions(rank, engine, config, source, destination, 1)
 
+    def mixed(rank: int) -> Sessions:
+        destination.new_epoch()
+        source = _Partly(case.trained, CPU) if rank == 0 else None
+        config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True)
+        return Sessions(rank, "nccl_xfer", config, source, destination, 1)
+
+    with mixed(rank) as sessions:
+        misc = sessions.routes()["misc"]
+        for version, index in enumerate((1, 0)):
+            poison(held(live.model).values())
+            sessions.refit(index, version)
+            look(f"partly misc {version}", index)
     routes = refit_by_both_engines(sessions_by, lambda: poison(held(live.model).values()), look)
     sparse = refit_sparsely(sessions_by, look)
     return Int4Result(
         own,
         sorted({fragment.name for fragment in fragments}),
         reasons,
-        routes,
+        routes | {"partly misc": {"misc": misc}},
         wrong,
         [name for name, place in _places(live.model).items() if before[name] != place],
         sparse,

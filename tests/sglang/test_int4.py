@@ -43,6 +43,8 @@ LISTED = {**CASES, OTHER: (64, {"unknown": True})}
 OCCASIONS = {
     *(f"full tensors {refit}" for refit in range(3)),
     "packed by the trainer",
+    "partly misc 0",
+    "partly misc 1",
     *(f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)),
     *(f"sparse {refit}" for refit in range(4)),
 }
@@ -127,6 +129,15 @@ def test_the_engine_names_what_it_holds_in_int4_and_nothing_else(results: Result
     names = {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
     for rank in results[case]:
         assert rank.own == dict.fromkeys(names, Int4(group))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_may_get_a_part_of_its_codes_and_scales_over_the_misc_path(
+    results: Results, case: str
+) -> None:
+    # Of two layers: q beside k and v, and up beside gate, of each expert.
+    up = 8 if "experts" in CASES[case][1] else 1
+    assert all(rank.routes["partly misc"]["misc"] == 2 * 2 * (1 + up) for rank in results[case])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -174,4 +174,5 @@ def _format_of(module: Any) -> Int4 | None:
         plain = how.pack_factor == int4.PER_ITEM and how.symmetric and not how.has_g_idx
     else:
         plain = how.num_bits == 4 and how.sym and how.actorder is None
-    return int4_format(plain, how.group_size, module.params_dtype)
+    # A head of SGLang 0.5.23 does not tell its dtype.
+    return int4_format(plain, how.group_size, getattr(module, "params_dtype", None))
