@@ -136,6 +136,19 @@ def test_int4_of_the_trainer_starts_sglang_as_from_a_checkpoint_of_it(group: int
     assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": int4(group)}
 
 
+def test_experts_in_int4_are_shared_out_where_a_ranks_part_would_cut_groups() -> None:
+    asked = [
+        *INT4,
+        "generation.backend=sglang",
+        "generation.tensor_parallel=4",
+        "generation.weight_group=128",
+    ]
+    with pytest.raises(ConfigError) as found:
+        load_config("grpo_qwen3_30b_a3b", asked)
+    assert [text.partition(":")[0] for text in found.value.violations] == ["generation.weight_group"]
+    assert load_config("grpo_qwen3_30b_a3b", [*asked, "generation.sglang.ep_size=4"])
+
+
 def test_int4_of_sglang_rules_out_an_fp8_cache_and_training_in_it() -> None:
     found = violations(*INT4, "generation.sglang.kv_cache_dtype=fp8", "policy.qat=int4", "trainer=fsdp")
     assert {text.partition(":")[0] for text in found} == {
