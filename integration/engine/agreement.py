@@ -32,7 +32,7 @@ _MODULUS = 1 << 256
 _START_IN = {
     "trainer_quantize_fp8": "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
     "policy.refit.trainer_quantize_fp8 to false",
-    "trainer_quantize_int4": "Start vLLM from a checkpoint or with a configuration of compressed-tensors' INT4 weights (W4A16, symmetric, in "
+    "trainer_quantize_int4": "Start vLLM or SGLang from a checkpoint or with a configuration of compressed-tensors' INT4 weights (W4A16, symmetric, in "
     "groups), or without quantization and with policy.refit.trainer_quantize_int4 at false",
 }
 # Name, full shape, box, the dtype of what travels, which is not always that of the storage, and the axes.

@@ -55,7 +55,10 @@ def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     scaled = torch.where(blocks.spread(finite, weight.shape, (group,)), scaled, 0)
     codes = (torch.round(scaled.clamp(_LEAST, _MOST)) + _ZERO).to(torch.uint8)
     return (
-        nvfp4.pack(codes).flatten().view(torch.int32).reshape(*weight.shape[:-1], weight.shape[-1] // PER_ITEM),
+        nvfp4.pack(codes)
+        .flatten()
+        .view(torch.int32)
+        .reshape(*weight.shape[:-1], weight.shape[-1] // PER_ITEM),
         torch.where(finite, scales, torch.nan).contiguous(),
     )
 

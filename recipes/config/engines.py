@@ -151,7 +151,7 @@ def _leaving_trainer(config: TrainConfig) -> Iterator[Violation]:
 _BACKEND = "generation.backend"
 _SECTION = "generation.sglang"
 _WEIGHT_DTYPE = "generation.weight_dtype"
-# By which the engine takes a checkpoint for one of FP8 blocks.
+# By which the engine takes a checkpoint for one of FP8 blocks or INT4.
 _OVERRIDES = "json_model_override_args"
 # SGLang keeps the last tokens of a context for itself: a prompt has to end 7 before it, and a completion 2.
 _KEPT_FREE = 8
@@ -186,7 +186,7 @@ _REFUSED = {
     "weight_cache_mode": "shares the weights with other engines",
     **dict.fromkeys(STORES, KEEPS_PREFIXES),
     "disaggregation_mode": "has queues that no refit flushes",
-    "quantization": "is for weights that no refit can be written into; FP8 blocks are generation.weight_dtype",
+    "quantization": "is for weights that no refit can be written into; FP8 blocks and INT4 are generation.weight_dtype",
     "quantization_param_path": "makes scales of a cache in a form that neither kernels nor refits take",
     "speculative_draft_model_quantization": "is for weights that no refit can be written into",
     "speculative_adaptive": "drafts more tokens than the recipe leaves room for in a context",
@@ -275,11 +275,14 @@ def sglang_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]
             f"{_KV_SCALES}: true, but SGLang's attention on CPUs reads no scales of its cache, and this machine has no GPU; give "
             f"false, {remedy}",
         )
-    if config.generation.weight_dtype == "fp8":
+    on_cpus = {
+        "fp8": "on CPUs SGLang packs such weights for AMX, where no refit reaches them",
+        "int4": "SGLang has no product with such weights for CPUs",
+    }
+    if why := on_cpus.get(dtype := config.generation.weight_dtype):
         yield Violation(
             (_WEIGHT_DTYPE, _BACKEND, "ray.address"),
-            f"{_WEIGHT_DTYPE}: fp8, but on CPUs SGLang packs such weights for AMX, where no refit reaches them, and this machine has "
-            f"no GPU; give auto, {remedy}",
+            f"{_WEIGHT_DTYPE}: {dtype}, but {why}, and this machine has no GPU; give auto, {remedy}",
         )
 
 
@@ -337,7 +340,7 @@ def _sglang_scales(config: TrainConfig) -> Iterator[Violation]:
 
 
 def _server_arguments(config: TrainConfig) -> Iterator[Violation]:
-    keys = _KEYS | ({_OVERRIDES: _WEIGHT_DTYPE} if config.generation.weight_dtype == "fp8" else {})
+    keys = _KEYS | ({_OVERRIDES: _WEIGHT_DTYPE} if config.generation.weight_dtype in ("fp8", "int4") else {})
     for name in config.generation.sglang.server_args:
         key = f"{_SECTION}.server_args.{name}"
         if name in keys:

@@ -147,6 +147,7 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
         )
     if (
         config.generation.weight_dtype == "int4"
+        and config.generation.backend == "vllm"
         and not gpus
         and config.ray.address is None
         and not torch.cpu.get_capabilities().get("avx512_f")

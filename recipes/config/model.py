@@ -110,7 +110,7 @@ def packed_experts_violations(
         hf_config: keys of config.json.
         lack: who finds no GPU, and where, for the text.
     """
-    if experts_of(hf_config) is None:
+    if experts_of(hf_config) is None or config.generation.backend != "vllm":
         return
     for key, value, given, instead in (
         ("policy.qat", config.policy.qat, config.policy.qat != "off", "off"),
@@ -158,14 +158,14 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
 def _int4_violations(
     config: TrainConfig, hf_config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> Iterator[Violation]:
-    """Of an engine in INT4: encoders, and shards that cut groups of a row, which vLLM refuses or, of experts, may compute wrongly with."""
+    """Of an engine in INT4: encoders, and shards that cut groups of a row, which engines refuse or, of experts, may compute wrongly with."""
     stored, group = "generation.weight_dtype", config.generation.weight_group
     if text is not hf_config:
         yield Violation(
             (stored, "model.path"), f"{stored}: int4, but only models of text alone have run so; give auto"
         )
     parts = config.generation.tensor_parallel
-    of_experts = 1 if config.generation.vllm.enable_expert_parallel else parts
+    of_experts = 1 if config.generation.shares_experts else parts
     for name, size in (
         ("hidden_size", 1),
         ("intermediate_size", parts),
@@ -176,8 +176,8 @@ def _int4_violations(
             yield Violation(
                 ("generation.weight_group", "generation.tensor_parallel", "model.path"),
                 f"generation.weight_group: {group}, but a rank of the engine has {total // size} of {name} {total}, which cuts groups that "
-                "share a scale; give a smaller group or another generation.tensor_parallel, or of experts "
-                "generation.vllm.enable_expert_parallel=true",
+                "share a scale; give a smaller group or another generation.tensor_parallel, or share experts out "
+                "(generation.vllm.enable_expert_parallel, generation.sglang.ep_size)",
             )
 
 

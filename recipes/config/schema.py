@@ -118,7 +118,7 @@ class GenerationConfig:
             vLLM quantizes them after each refit, and other engines are refused. The transformers engine computes in the
             model's dtype. ``mxfp8``: the same matrices in MXFP8, quantized by the trainer, for vLLM on GPUs. ``mxfp4``: GPT-OSS's
             experts are, which takes ``policy.refit.trainer_quantize_mxfp4`` and vLLM. ``int4``: the same matrices as ``fp8`` are INT4
-            (W4A16), which takes ``policy.refit.trainer_quantize_int4`` and vLLM.
+            (W4A16), which takes ``policy.refit.trainer_quantize_int4``, and vLLM or SGLang.
         weight_group: elements of a row that share a scale with ``weight_dtype: int4``: 32, 64 or 128.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; at least 0.01.

@@ -122,7 +122,7 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     if config.generation.weight_group not in GROUPS:
         yield Violation(
             (group,),
-            f"{group}: vLLM's kernels have no groups of {config.generation.weight_group}; give {', '.join(map(str, GROUPS[:-1]))} or "
+            f"{group}: the engines' kernels have no groups of {config.generation.weight_group}; give {', '.join(map(str, GROUPS[:-1]))} or "
             f"{GROUPS[-1]}",
         )
     if not int4:
@@ -132,21 +132,24 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             )
         return
     requirements = (
-        (key, not quantizes, "vLLM makes no such weights itself; give true"),
+        (key, not quantizes, "no engine makes such weights itself; give true"),
         (
             "generation.backend",
-            config.generation.backend != "vllm",
-            "refits bring INT4 to vLLM alone; give vllm",
+            config.generation.backend == "transformers",
+            "refits bring INT4 to vLLM and SGLang alone; give vllm or sglang",
         ),
         (
             "model.dtype",
             config.model.dtype not in ("auto", "bfloat16", "float16"),
             "scales have 16 bits; give bfloat16",
         ),
-        (
-            "generation.vllm.kv_cache_dtype",
-            config.generation.vllm.kv_cache_dtype != "auto",
-            "an FP8 KV cache beside it has not run; give auto",
+        *(
+            (
+                f"generation.{engine}.kv_cache_dtype",
+                getattr(config.generation, engine).kv_cache_dtype != "auto",
+                "an FP8 KV cache beside it has not run; give auto",
+            )
+            for engine in ("vllm", "sglang")
         ),
     )
     yield from _unmet("int4", requirements)
@@ -209,7 +212,7 @@ def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         (
             "generation.backend",
             generation.backend != "vllm",
-            "refits bring packed weights to vLLM alone; give vllm",
+            "its weights have been brought to vLLM alone; give vllm",
         ),
         (
             "generation.weight_dtype",

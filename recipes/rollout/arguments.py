@@ -147,11 +147,16 @@ def sglang_arguments(
     if sglang.kv_cache_dtype == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
     if hf_config is not None and experts_of(hf_config):
-        # Other backends rearrange the experts while loading, and no refit can then write them in place.
-        arguments["moe_runner_backend"] = "triton"
+        # Other backends rearrange the experts while loading, and no refit can then write them in place. Of INT4 Marlin's order is known.
+        arguments["moe_runner_backend"] = "marlin" if generation.weight_dtype == "int4" else "triton"
+    quantization = None
     if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
-        # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
-        overrides = {"quantization_config": block_fp8(hf_config or {})}
+        quantization = block_fp8(hf_config or {})
+    elif generation.weight_dtype == "int4":
+        quantization = int4(generation.weight_group)
+    if quantization is not None:
+        # The engine expects codes and scales, which the checkpoint lacks, so the first refit brings all weights.
+        overrides = {"quantization_config": quantization}
         arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
     if gpus:
         # Without it a release frees nothing and says nothing.

@@ -29,15 +29,25 @@ _COMMON = {
 
 
 def write_checkpoint(
-    path: Path, seed: int, *, fp8: bool, experts: bool = False, scale: ScaleFormat = ScaleFormat.FP32
+    path: Path,
+    seed: int,
+    *,
+    fp8: bool,
+    experts: bool = False,
+    width: int = 256,
+    scale: ScaleFormat = ScaleFormat.FP32,
 ) -> str:
-    """Save a model with weights of ``seed``, and return its folder; FP8 of the same weights as BF16 without it."""
+    """Save a model with weights of ``seed``, and return its folder; FP8 of the same weights as BF16 without it. ``width``: of experts."""
     import transformers
 
     config: transformers.PretrainedConfig = transformers.Qwen3Config(**_COMMON)
     if experts:
         config = transformers.Qwen3MoeConfig(
-            **_COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, decoder_sparse_step=1
+            **_COMMON,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=width,
+            decoder_sparse_step=1,
         )
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)

@@ -87,7 +87,7 @@ def refit_in_buckets(
     return results
 
 
-class _Worker:
+class Worker:
     """SGLang's updater over a model that it loaded, on one rank."""
 
     def __init__(self, rank: int, path: str) -> None:
@@ -149,40 +149,98 @@ class _ManagerWithSessions(_OverBothRanks, ManagerWithSessions):
     """Of later releases."""
 
 
-class _Scene:
-    def __init__(self, rank: int, case: BucketCase) -> None:
+class BucketScene:
+    """One rank of an engine, of which the first drives all.
+
+    Attributes:
+        refused: texts of errors, by occasion; on the first rank.
+    """
+
+    def __init__(self, rank: int, path: str) -> None:
         self._rank = rank
+        self._worker = Worker(rank, path)
+        self.refused: dict[str, str] = {}
+
+    def play(self) -> None:
+        """On all ranks at once."""
+        if self._rank:
+            while (message := self._heard()) is not None:
+                self._do(message)
+        else:
+            self._lead()
+            self._tell(None)
+
+    def _lead(self) -> None:
+        """What the first rank has all of them do."""
+        raise NotImplementedError
+
+    def _engine(self) -> EngineDouble:
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+        sessions = hasattr(TokenizerManager, "begin_weight_update")
+        engine = EngineDouble(sessions)
+        engine.tokenizer_manager = (_ManagerWithSessions if sessions else _Manager)(self._tell)
+        return engine
+
+    def _refusal(self, occasion: str, call: Callable[[], object]) -> None:
+        self.refused[occasion] = ""
+        try:
+            call()
+        except RefitError as error:
+            self.refused[occasion] = f"{type(error).__name__}: {error}"
+
+    def _tell(self, message: Any) -> Any:
+        """Have both ranks do it."""
+        dist.broadcast_object_list([message], 0)
+        return None if message is None else self._do(message)
+
+    def _heard(self) -> Any:
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told, 0)
+        return told[0]
+
+    def _do(self, message: Any) -> Any:
+        method, *arguments = message
+        return getattr(self, f"_do_{method}")(*arguments)
+
+    def _do_update(self, payloads: Sequence[str], load_format: str) -> tuple[bool, str]:
+        found = self._worker.update(payloads, load_format)
+        # SGLang's scheduler has all of its workers done before it answers.
+        dist.barrier()
+        return found
+
+
+class _Scene(BucketScene):
+    def __init__(self, rank: int, case: BucketCase) -> None:
         self._case = case
         blocks = case.blocks
-        self._worker = _Worker(rank, blocks.served[0])
+        super().__init__(rank, blocks.served[0])
         self._loaded = [load_model(path).model for path in blocks.served]
         self._expected = _expected(blocks, self._loaded)
         self._held = blocks.served if blocks.quantized_before else blocks.trained
         self._differing: dict[str, list[str]] = {}
         self._other_numbers: dict[str, list[str]] = {}
         self._changed: dict[str, list[str]] = {}
-        self._refused: dict[str, str] = {}
         self._versions: list[tuple[int, str]] = []
 
     def seen(self, plain: tuple[str, str]) -> BucketResult:
-        if self._rank:
-            while (message := self._heard()) is not None:
-                self._do(message)
-        else:
-            self._drive()
-            self._tell(("onto", plain[0]))
-            self._drive_plain(plain)
-            self._tell(None)
+        self._plain = plain
+        self.play()
         return BucketResult(
             self._differing,
             self._other_numbers,
             self._changed,
             self._taken,
             self._packed,
-            self._refused,
+            self.refused,
             self._own,
             self._versions,
         )
+
+    def _lead(self) -> None:
+        self._drive()
+        self._tell(("onto", self._plain[0]))
+        self._drive_plain(self._plain)
 
     def _drive(self) -> None:
         source, sent = CheckpointSource(self._held, CPU), 0
@@ -197,14 +255,6 @@ class _Scene:
                     self._tell(("compare", f"{way} {sent}", index))
                     sent += 1
                 self._refuse(driven.refit, source)
-
-    def _engine(self) -> EngineDouble:
-        from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-        sessions = hasattr(TokenizerManager, "begin_weight_update")
-        engine = EngineDouble(sessions)
-        engine.tokenizer_manager = (_ManagerWithSessions if sessions else _Manager)(self._tell)
-        return engine
 
     def _refuse(self, refit: SglangRefit, source: CheckpointSource) -> None:
         """What an engine of blocks does not take, and that it goes on as it was."""
@@ -234,36 +284,9 @@ class _Scene:
             driven.refit.require_servable()
             self._tell(("unchanged", "no blocks"))
 
-    def _refusal(self, occasion: str, call: Callable[[], object]) -> None:
-        self._refused[occasion] = ""
-        try:
-            call()
-        except RefitError as error:
-            self._refused[occasion] = f"{type(error).__name__}: {error}"
-
     def _sender(self, source: Any, refit: SglangRefit, quantizes: bool | None = None) -> SglangSender:
         wanted = self._case.quantizes if quantizes is None else quantizes
         return SglangSender(source, refit, "cpu", BUCKET_BYTES, trainer_quantize_fp8=wanted)
-
-    def _tell(self, message: Any) -> Any:
-        """Have both ranks do it."""
-        dist.broadcast_object_list([message], 0)
-        return None if message is None else self._do(message)
-
-    def _heard(self) -> Any:
-        told: list[Any] = [None]
-        dist.broadcast_object_list(told, 0)
-        return told[0]
-
-    def _do(self, message: Any) -> Any:
-        method, *arguments = message
-        return getattr(self, f"_do_{method}")(*arguments)
-
-    def _do_update(self, payloads: Sequence[str], load_format: str) -> tuple[bool, str]:
-        found = self._worker.update(payloads, load_format)
-        # SGLang's scheduler has all of its workers done before it answers.
-        dist.barrier()
-        return found
 
     def _do_poison(self) -> None:
         from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
@@ -284,7 +307,7 @@ class _Scene:
         specs = CheckpointSource(self._case.blocks.trained, CPU).specs()
         worker = WorkerRefit.of(self._worker.runner)
         self._own = len(worker.formats([spec.to_json() for spec in specs])["weights"])
-        self._worker = _Worker(self._rank, path)
+        self._worker = Worker(self._rank, path)
         self._before = bytes_of(_held(self._worker.runner.model))
 
     def _do_unchanged(self, occasion: str) -> None:

@@ -76,28 +76,31 @@ def turn_to(path: str, attention_backend: str = "torch_native", **others: Any) -
     return arguments
 
 
-def load_model(path: str, head: str | None = None) -> Any:
+def load_model(path: str, head: str | None = None, load_format: str = "auto", **arguments: Any) -> Any:
     """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang.
 
     Args:
         path: of the checkpoint.
         head: of one that drafts for the model at ``path``, which is loaded in its place; None for the model itself.
+        load_format: as SGLang's.
+        arguments: others of a server.
     """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import get_model
 
-    config, load_config = _model_config(path, head), LoadConfig(load_format="auto")
+    config, load_config = _model_config(path, head, **arguments), LoadConfig(load_format=load_format)
     model = get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
     return SimpleNamespace(
-        model=model, model_config=config, load_config=load_config, server_args=_arguments(path)
+        model=model, model_config=config, load_config=load_config, server_args=_arguments(path, **arguments)
     )
 
 
-def _model_config(path: str, head: str | None = None) -> Any:
+def _model_config(path: str, head: str | None = None, **arguments: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return ModelConfig.from_server_args(_arguments(path), model_path=head, is_draft_model=head is not None)
+    asked = _arguments(path, **arguments)
+    return ModelConfig.from_server_args(asked, model_path=head, is_draft_model=head is not None)
 
 
 def _as_on_hopper() -> AbstractContextManager[Any]:
@@ -105,7 +108,7 @@ def _as_on_hopper() -> AbstractContextManager[Any]:
     return patch("torch.cuda.get_device_capability", return_value=(9, 0))
 
 
-def _arguments(path: str) -> Any:
+def _arguments(path: str, **arguments: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     with _as_on_hopper():
@@ -120,4 +123,5 @@ def _arguments(path: str) -> Any:
             sampling_backend="pytorch",
             grammar_backend="none",
             moe_runner_backend="triton",
+            **arguments,
         )

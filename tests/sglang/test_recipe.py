@@ -22,7 +22,7 @@ from rlrefit.recipes.config.engines import ENABLED
 from rlrefit.recipes.config.load import ConfigError, load_config
 from rlrefit.recipes.config.machine import gpu_violations
 from rlrefit.recipes.plan.recipe import plan_of
-from rlrefit.recipes.rollout.arguments import sglang_arguments, with_sglang_environment
+from rlrefit.recipes.rollout.arguments import int4, sglang_arguments, with_sglang_environment
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.sglang import AsyncSglangActor, SglangActor
 from rlrefit.recipes.tiny.checkpoints import KINDS
@@ -125,16 +125,49 @@ def test_fp8_blocks_of_the_trainer_start_sglang_as_from_a_checkpoint_of_them(col
     assert itself["load_format"] == "auto"
 
 
+INT4 = ("generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true", "ray.address=auto")
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_of_the_trainer_starts_sglang_as_from_a_checkpoint_of_it(group: int) -> None:
+    config = load_config(RECIPE, [*INT4, f"generation.weight_group={group}"])
+    arguments = sglang_arguments(config, {"num_hidden_layers": 2, "num_experts": 8}, 1, 0)
+    assert (arguments["load_format"], arguments["moe_runner_backend"]) == ("dummy", "marlin")
+    assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": int4(group)}
+
+
+def test_experts_in_int4_are_shared_out_where_a_ranks_part_would_cut_groups() -> None:
+    asked = [
+        *INT4,
+        "generation.backend=sglang",
+        "generation.tensor_parallel=4",
+        "generation.weight_group=128",
+    ]
+    with pytest.raises(ConfigError) as found:
+        load_config("grpo_qwen3_30b_a3b", asked)
+    assert [text.partition(":")[0] for text in found.value.violations] == ["generation.weight_group"]
+    assert load_config("grpo_qwen3_30b_a3b", [*asked, "generation.sglang.ep_size=4"])
+
+
+def test_int4_of_sglang_rules_out_an_fp8_cache_and_training_in_it() -> None:
+    found = violations(*INT4, "generation.sglang.kv_cache_dtype=fp8", "policy.qat=int4", "trainer=fsdp")
+    assert {text.partition(":")[0] for text in found} == {
+        "generation.sglang.kv_cache_dtype",
+        "generation.backend",
+    }
+
+
 @pytest.mark.parametrize(
     ("asked", "key"),
     [
         (FP8, "generation.weight_dtype"),
+        (INT4, "generation.weight_dtype"),
         (
             ("generation.sglang.enable_deterministic_inference=true", "ray.address=auto"),
             "generation.sglang.enable_deterministic_inference",
         ),
     ],
-    ids=["FP8 blocks", "deterministic kernels"],
+    ids=["FP8 blocks", "INT4", "deterministic kernels"],
 )
 def test_what_a_cpu_lacks_is_refused_where_there_is_no_gpu_and_no_cluster(
     asked: tuple[str, ...], key: str
@@ -147,9 +180,10 @@ def test_what_a_cpu_lacks_is_refused_where_there_is_no_gpu_and_no_cluster(
     assert [*gpu_violations(alone, 8)] == []
 
 
-def test_fp8_blocks_need_sglangs_overrides_for_themselves() -> None:
+@pytest.mark.parametrize("asked", [FP8, INT4], ids=["FP8 blocks", "INT4"])
+def test_quantized_engines_need_sglangs_overrides_for_themselves(asked: tuple[str, ...]) -> None:
     overrides = "generation.sglang.server_args={json_model_override_args: '{}'}"
-    (text,) = violations(*FP8, overrides)
+    (text,) = violations(*asked, overrides)
     assert text.startswith("generation.sglang.server_args.json_model_override_args: ")
     assert load_config(RECIPE, [overrides]).generation.sglang.server_args
 

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_
 from rlrefit.integration.layout.rearrangement import NotRearranged, Rearrangement
 from rlrefit.workers.engines.common.loader_trace.modules import ModuleLayout
 from rlrefit.workers.engines.common.loader_trace.trace import Landing, trace_loader
+from rlrefit.workers.engines.common.packed.making import Padded
 from rlrefit.workers.engines.common.traced_destination import _routed
 from rlrefit.workers.engines.vllm.kernel_layouts import KernelLayouts
-from rlrefit.workers.engines.vllm.packed_making import Padded
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SHAPES = {"w13_weight": (3, 8, 6), "w2_weight": (3, 6, 4), "e_score_correction_bias": (3,)}

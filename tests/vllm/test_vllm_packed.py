@@ -34,7 +34,7 @@ from rlrefit.workers.engines.vllm import reload as reloading
 from rlrefit.workers.engines.vllm.completeness import absent_elements, check_complete, unused_parameters
 from rlrefit.workers.engines.vllm.layouts import module_layout
 from rlrefit.workers.engines.vllm.nvfp4 import Nvfp4
-from rlrefit.workers.engines.vllm.packed_layers import PackedLayers
+from rlrefit.workers.engines.vllm.packed_layers import VllmPackedLayers
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 
 ROWS, COLUMNS, GROUP, BITS = 64, 32, 16, 4
@@ -367,7 +367,7 @@ def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(k
     monkeypatch.setattr(packed_layers, "_FORMATS", (refused,))
     live = nn.Linear(2, 2)
     live.params_dtype = torch.bfloat16
-    layers = PackedLayers(VllmConfig(), torch.device("cpu"))
+    layers = VllmPackedLayers(VllmConfig(), torch.device("cpu"))
     for _ in range(2):
         with pytest.raises(NotRearranged, match=told):
             layers.of(live, live)

@@ -161,7 +161,7 @@ def _made_of(layer: Any, config: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """A layer like a live one, which vLLM has processed with ``tensors`` in it."""
     from vllm.config import set_current_vllm_config
 
-    from rlrefit.workers.engines.vllm.kernel_layouts import apart
+    from rlrefit.workers.engines.common.packed.layers import apart
 
     made = apart(layer)
     made._parameters = {

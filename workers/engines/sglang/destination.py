@@ -6,12 +6,13 @@ carry out what a loader writes besides: constants, a vocabulary's padding for ex
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from sglang.srt.layers.parameter import ModelWeightParameter
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, device_loading_context
 from sglang.srt.model_loader.utils import set_default_torch_dtype
@@ -19,14 +20,19 @@ from torch import nn
 
 from ....integration.errors import PlanError
 from ....integration.layout import Fragment
+from ....integration.layout.rearrangement import NotRearranged
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import NumbersStayReal
+from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
 from ..common.loader_trace.unreached import filled_buffers, require_reached
-from ..common.traced_destination import Routes, Traced, TracedDestination
+from ..common.packed.destination import PackedDestination, PackedRoutes, packed_forms
+from ..common.packed.int4 import Int4Weights
+from ..common.traced_destination import Routes, Traced
 from .derived import made_in_place
 from .drafters import check_follows, may_be_trained
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
+from .int4 import SglangPackedLayers, check_groups, clear_locks, idle_parameters, int4_modules
 from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
 from .wider import LARGEST_SHARE, WiderParameters, staged_bytes
@@ -47,11 +53,12 @@ _ROUTER_COPY = "_weight_fp32"
 
 
 @dataclass(frozen=True)
-class SglangRoutes(Routes):
+class SglangRoutes(PackedRoutes):
     """Of an SGLang worker.
 
     Attributes:
-        placed: landings of tensors that SGLang's loader can't write, whichever path they take, or only beside others.
+        placed: landings of tensors that SGLang's loader can't write, whichever path they take, or only beside others; none of what
+            nothing computes with.
         processed: modules that SGLang has to process after new weights were loaded into them.
         blocks: modules that hold FP8 blocks.
         as_promised: those of them that get nothing but what the trainer was asked for.
@@ -73,7 +80,7 @@ class SglangRoutes(Routes):
     again: dict[str, str]
 
 
-class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8]):
+class SglangDestination(PackedDestination[SglangRoutes, SglangLayout, HoldsCodes]):
     """What one SGLang worker wants of each checkpoint tensor, and how it takes the rest.
 
     SGLang's own loader may be given full tensors in the place of :meth:`load_weights` if none of them is ``placed`` and nobody has
@@ -82,10 +89,16 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     Args:
         runner: the worker's ``ModelRunner``, its model loaded.
         device: where the parameters live.
+
+    Raises:
+        RefitError: experts in INT4 are shared among ranks such that groups are cut.
     """
 
     _quantize_setting: ClassVar[str] = (
         "policy.refit.trainer_quantize_fp8=true (of a SglangSender, trainer_quantize_fp8=True)"
+    )
+    _int4_setting: ClassVar[str] = (
+        "policy.refit.trainer_quantize_int4=true (of a SglangSender, trainer_quantize_int4=True)"
     )
 
     def __init__(self, runner: Any, device: torch.device) -> None:
@@ -93,6 +106,9 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         # Where the scales of parameters land that are packed in the live model.
         self._staged: dict[str, torch.Tensor] = {}
         self._wider = WiderParameters()
+        self._packed_layers = SglangPackedLayers(device)
+        self._in_packed: tuple[nn.Module, ...] = ()
+        check_groups(self._model)
         super().__init__(device)
 
     @property
@@ -125,8 +141,8 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         return super().fragments(specs)
 
     def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """Codes that :func:`~.fp8.follow_scales` quantizes once more, since other scales came than the trainer was asked for; and
-        all weights of a model with post-load work of its own that was not read."""
+        """Codes that :func:`~.fp8.follow_scales` quantizes once more, since other scales came than the trainer was asked for; what is
+        put in a kernel's order; and all weights of a model with post-load work of its own that was not read."""
         unread = _unread_post_load(self._model)
         if unread:
             return {spec.name: unread for spec in specs}
@@ -139,7 +155,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
             if scales in facts.packed
         }
         reason = "SGLang computes with powers of two as scales, so its codes are quantized once more after each refit"
-        return {
+        return super().rewritten(specs) | {
             spec.name: reason
             for spec in specs
             if any(landing.parameter in again for landing in routes.landings.get(spec.name, ()))
@@ -163,9 +179,6 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         """
         return not self.agree(specs).placed
 
-    def abandon(self) -> None:
-        """Nothing waits half loaded: what was written stays, and the engine must not generate before a refit commits."""
-
     @property
     def _model(self) -> nn.Module:
         model: nn.Module = self._runner.model
@@ -174,17 +187,37 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def _twin(self) -> AbstractContextManager[nn.Module]:
         return meta_twin(self._runner)
 
-    def _blocks(self) -> dict[str, BlockFp8]:
-        return block_modules(self._model)
+    def _blocks(self) -> dict[str, HoldsCodes]:
+        return {**block_modules(self._model), **int4_modules(self._model)}
+
+    def _int4(self) -> dict[str, Int4Weights]:
+        return int4_modules(self._model)
+
+    def _kind_of_matrices(self) -> Callable[..., nn.Parameter]:
+        kind: Callable[..., nn.Parameter] = ModelWeightParameter
+        return kind
+
+    def _follow_packed(self, modules: Iterable[nn.Module]) -> None:
+        self._in_packed = tuple(modules)
+
+    def _idle(self) -> frozenset[str]:
+        return idle_parameters(self._model)
 
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> SglangLayout:
-        return module_layout(name, live, twin)
+        layout = module_layout(name, live, twin)
+        if layout.direct:
+            return layout
+        try:
+            packed = self._packed_layers.of(live, twin)
+        except NotRearranged as reason:
+            return replace(layout, reason=f"{layout.reason} ({reason})")
+        return layout if packed is None else SglangLayout(placed=True, loadable=False, packed=packed)
 
     def _follow_parameters(self) -> None:
         super()._follow_parameters()
         self._held = [(path, vars(module)) for path, module in self._model.named_modules()]
 
-    def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
+    def _check(self, traced: Traced[SglangLayout, HoldsCodes]) -> None:
         _require_loadable(traced)
         check_follows(self._runner, traced.trace)
         # The drafter may be loaded otherwise than the model that it drafts for.
@@ -192,23 +225,26 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         filled = filled_buffers(self._model) & traced.owners.keys() if dummy else set()
         require_reached(traced.trace, self._to_fill(traced) | filled, filled if dummy else None)
 
-    def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
+    def _to_fill(self, traced: Traced[SglangLayout, HoldsCodes]) -> set[str]:
         """Names of the parameters that a manifest has to fill."""
         # No weights: they stay what they are until a calibration brings others.
         scales = {f"{name}.{kind}_scale" for name in loaded_scales(self._model) for kind in ("k", "v")}
-        return traced.before.keys() - scales
+        return traced.before.keys() - scales - self._idle()
 
-    def _routed(self, traced: Traced[SglangLayout, BlockFp8], shared: Routes) -> SglangRoutes:
-        self._staged = staged_scales(traced.blocks, self._parameters, traced.before, self._staged)
+    def _routed(self, traced: Traced[SglangLayout, HoldsCodes], shared: Routes) -> SglangRoutes:
+        blocks = {name: facts for name, facts in traced.blocks.items() if isinstance(facts, BlockFp8)}
+        self._staged = staged_scales(blocks, self._parameters, traced.before, self._staged)
         touched = traced.trace.touched
         loaded = {m for name in shared.reasons for p in touched[name] for m in traced.owners[p]}
+        unneeded = self._unneeded(traced.trace, traced.layouts)
         # Those that come in another bucket, or whose memory is used again, would be lost.
         joined = {name: traced.trace.landings[name] for name in sorted(traced.trace.joined)}
         return SglangRoutes(
             **vars(shared),
-            placed=traced.placed(traced.trace.landings) | joined,
+            placed=traced.placed(traced.trace.landings) | joined | dict.fromkeys(unneeded, ()),
             processed=tuple(sorted(module for module in loaded if traced.layouts[module].processed)),
-            blocks=traced.blocks,
+            packed=packed_forms(traced.layouts),
+            blocks=blocks,
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
             copying=tuple(name for name, m in self._model.named_modules() if _ROUTER_COPY in m._buffers),
@@ -242,6 +278,8 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                     modules[name].quant_method.process_weights_after_loading(modules[name])
             for name, facts in routes.blocks.items():
                 follow_scales(name, modules[name], facts, self._staged, name in routes.as_promised)
+            self._make_packed()
+            clear_locks(self._in_packed)
             # Their memory may have slept, and came back undefined. The numbers beside them are right.
             write_tensors([modules[name] for name in routes.scaled])
             for name in routes.weightless:
@@ -260,7 +298,8 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         narrow = self._wider.target(place) if isinstance(place, Landing) else None
         if narrow is not None:
             return narrow
-        return self._staged.get(place.parameter, self._parameters[place.parameter])
+        staged = self._staged.get(place.parameter)
+        return super()._target(place) if staged is None else staged
 
     def _loaded_by_sglang(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -270,7 +309,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         # What finish() copies into wider parameters has to be where it copies from.
         staged = routes.wider if self._wider else {}
         for name, tensor in weights:
-            landings = routes.placed.get(name) or staged.get(name)
+            landings = routes.placed.get(name, staged.get(name))
             if landings is None:
                 yield name, tensor
                 continue
@@ -316,7 +355,7 @@ def _require_no_caches(modules: Iterable[tuple[str, dict[str, Any]]]) -> None:
     )
 
 
-def _require_loadable(traced: Traced[SglangLayout, BlockFp8]) -> None:
+def _require_loadable(traced: Traced[SglangLayout, HoldsCodes]) -> None:
     """Refuse weights that neither bytes in place nor SGLang's loader can bring to their modules.
 
     Raises:

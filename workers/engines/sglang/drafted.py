@@ -15,6 +15,7 @@ from torch import nn
 from ....integration.errors import PlanError, RefitError
 from ...drafter_names import of_drafter
 from ..common.drafted import BesideServed, DraftedDestination, TrainedDrafter, mtp_weights, tell_of_left_out
+from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import LoaderTrace, Manifest
 from ..common.traced_destination import Traced
 from .destination import SglangDestination
@@ -26,7 +27,6 @@ from .drafters import (
     tell_of_stay,
     tokens_of_drafter,
 )
-from .fp8 import BlockFp8
 from .layouts import SglangLayout
 
 # For each token of an EAGLE-3 head's vocabulary how far its number is from the model's.
@@ -56,7 +56,7 @@ class SglangDrafterDestination(BesideServed, SglangDestination):
         ):
             yield twin
 
-    def _to_fill(self, traced: Traced[SglangLayout, BlockFp8]) -> set[str]:
+    def _to_fill(self, traced: Traced[SglangLayout, HoldsCodes]) -> set[str]:
         return super()._to_fill(traced) - self._shared
 
 
@@ -118,7 +118,7 @@ class SglangEagleDestination(SglangDrafterDestination):
             ),
         )
 
-    def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
+    def _check(self, traced: Traced[SglangLayout, HoldsCodes]) -> None:
         super()._check(traced)
         if self._mapping is not None and not any(_MAPPING in name for name, *_ in traced.manifest):
             raise PlanError(

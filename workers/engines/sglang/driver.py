@@ -28,6 +28,17 @@ from .engine_state import PARTS, EngineState
 from .pausing import DRAIN_S, PauseMode, Pauses
 
 DISCARDING = 2
+# By the trainer's key what the workers hold, and of which weights.
+_HELD = {
+    "trainer_quantize_fp8": (
+        "FP8 blocks",
+        "BF16 or FP16 matrices, for SGLang's own Fp8LinearMethod and Fp8MoEMethod",
+    ),
+    "trainer_quantize_int4": (
+        "INT4",
+        "matrices in the engine's dtype, for the WNA16 schemes of compressed-tensors, symmetric, in groups of 32, 64 or 128",
+    ),
+}
 
 
 class SglangRefit:
@@ -154,7 +165,7 @@ class SglangRefit:
         version: int,
         specs: Sequence[TensorSpec],
         mode: PauseMode = "wait",
-        trainer_quantize_fp8: bool = False,
+        quantizes: str = "",
     ) -> dict[str, Format]:
         """Pause the engine, and have its workers check that these weights fill the model and that they can take them.
 
@@ -162,25 +173,27 @@ class SglangRefit:
             version: of the weights to come.
             specs: as the trainer holds the weights.
             mode: what becomes of running requests.
-            trainer_quantize_fp8: the trainer makes codes and scales of the weights that the workers hold in FP8 blocks.
+            quantizes: the key of :class:`~rlrefit.integration.config.RefitConfig` by which the trainer makes codes and scales of the
+                weights that the workers hold so; empty if it makes none.
 
         Returns:
-            These weights with their formats; none without ``trainer_quantize_fp8``.
+            These weights with their formats; none without ``quantizes``.
 
         Raises:
-            RefitMismatch: no worker holds any in FP8 blocks, or two hold one differently. Nothing was written.
+            RefitMismatch: no worker holds any in such a format, or two hold one differently. Nothing was written.
             RefitError: of the worker's kind; nothing was written.
         """
         with self._refitting(mode):
             formats: dict[str, Format] = {}
             as_asked: tuple[bool, ...] = ()
-            if trainer_quantize_fp8:
-                formats = merged(self.calls.ask("formats", _plain(specs)))
+            if quantizes:
+                held = merged(self.calls.ask("formats", _plain(specs)))
+                formats = {name: format for name, format in held.items() if format.setting == quantizes}
                 if not formats:
+                    what, of = _HELD[quantizes]
                     raise RefitMismatch(
-                        "trainer_quantize_fp8 is true, but no worker of the engine holds a weight in FP8 blocks that a trainer "
-                        "makes of these (BF16 or FP16 matrices, for SGLang's own Fp8LinearMethod and Fp8MoEMethod). Nothing was "
-                        "written; start SGLang from a checkpoint of FP8 blocks, or set trainer_quantize_fp8 to false",
+                        f"{quantizes} is true, but no worker of the engine holds a weight in {what} that a trainer makes of these ({of}). "
+                        f"Nothing was written; start SGLang from a checkpoint of {what}, or set {quantizes} to false",
                         stage="handshake",
                     )
                 as_asked = (True,)
@@ -459,7 +472,7 @@ class AsyncSglangRefit(Forwarded):
 
 
 def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Format]:
-    """What all workers together hold in FP8 blocks; each may hold experts that others don't.
+    """What all workers together hold quantized; each may hold experts that others don't.
 
     Raises:
         RefitMismatch: two workers hold one weight in different formats.

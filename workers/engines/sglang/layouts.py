@@ -2,7 +2,7 @@
 
 What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17 and 0.5.23:
 ``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, gate and up may
-be interleaved, AMX packs on CPUs). FP8 blocks are :mod:`.fp8`'s.
+be interleaved, AMX packs on CPUs). FP8 blocks are :mod:`.fp8`'s, and INT4 is :mod:`.int4`'s.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
-from ..common.loader_trace.modules import ModuleLayout, changed_parameter
+from ..common.loader_trace.modules import changed_parameter
+from ..common.packed.layers import PackedLayout
 from .fp8 import block_fp8
 
 
 @dataclass(frozen=True)
-class SglangLayout(ModuleLayout):
+class SglangLayout(PackedLayout):
     """Of a module of SGLang's.
 
     Attributes:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from ....integration.config import RefitConfig
 from ....integration.quantize.formats import Format, Fp8Blockwise
 from ....integration.records.record import RefitRecord
 from ....integration.weights.endpoints import WeightSource
@@ -31,7 +32,7 @@ class SglangSender(BucketSender):
     it as SGLang does: as bytes with their dtypes beside them, so that float8 travels too.
 
     Args:
-        source: of the weights as the engine loads them, or unquantized with ``trainer_quantize_fp8``.
+        source: of the weights as the engine loads them, or unquantized with one of the keys below.
         engines: an :class:`SglangRefit`, or a proxy of one; on rank 0 of ``group``, None on the others.
         device: UUID of this rank's GPU, :func:`~..common.bucket_sender.own_device`; ``cpu`` where both are on one host's
             CPUs.
@@ -39,6 +40,10 @@ class SglangSender(BucketSender):
         group: as :class:`BucketSender`'s.
         trainer_quantize_fp8: as ``policy.refit.trainer_quantize_fp8``: each rank makes codes and scales of the weights that the
             engine holds in FP8 blocks. An engine that holds none is a ``RefitMismatch``.
+        trainer_quantize_int4: the same of INT4.
+
+    Raises:
+        ValueError: both keys are given.
     """
 
     _engine_name = "sglang"
@@ -51,9 +56,12 @@ class SglangSender(BucketSender):
         bucket_bytes: int,
         group: dist.ProcessGroup | None = None,
         trainer_quantize_fp8: bool = False,
+        trainer_quantize_int4: bool = False,
     ) -> None:
         super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
-        self._quantizes = trainer_quantize_fp8
+        self._quantizes = RefitConfig(
+            trainer_quantize_fp8=trainer_quantize_fp8, trainer_quantize_int4=trainer_quantize_int4
+        ).quantized_in_transit
         self._mode: PauseMode = "wait"
 
     def refit(self, version: int, mode: PauseMode = "wait") -> RefitRecord:

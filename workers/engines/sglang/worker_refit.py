@@ -178,7 +178,7 @@ class WorkerRefit(DestinationRefitMixin):
         return destination_of(self._runner, self.device)
 
     def formats(self, specs: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The weights of a trainer's ``specs`` that this worker holds in FP8 blocks: ``{"weights": {name: which}, "formats": […]}``."""
+        """The weights of a trainer's ``specs`` that this worker holds quantized: ``{"weights": {name: which}, "formats": […]}``."""
         found = self.bucketed.quantized(_read(specs))
         kinds = list(dict.fromkeys(found.values()))
         weights = {name: kinds.index(format) for name, format in found.items()}

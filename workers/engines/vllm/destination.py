@@ -31,20 +31,21 @@ from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
-from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros
-from ..common.traced_destination import Routes, Traced, TracedDestination
+from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
+from ..common.packed.destination import PackedDestination, PackedRoutes, apart_of, packed_forms
+from ..common.packed.int4 import Int4Weights
+from ..common.traced_destination import Routes, Traced
 from .compat import FP8, INT4, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .copies import Copies, require_read_hooks
 from .drafters import check_follows, may_be_trained
 from .fp8 import block_modules, tell_of_own_quantizers, uses_fp8
-from .int4 import accepting_unquantized, check_groups, int4_modules, require_packed
+from .int4 import check_groups, int4_modules
 from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, has_padding, module_layout
 from .mxfp4 import check_experts
 from .mxfp8 import mxfp8_modules
-from .packed_layers import KernelState, PackedLayers
-from .packed_making import Making, PackedForm
+from .packed_layers import KernelState, VllmPackedLayers
 from .reload import DerivedState, ScopedReload, copied_sinks, follows, packing_attention, with_sinks
 
 # Of models that transformers computes and vLLM serves.
@@ -54,19 +55,17 @@ _WEIGHT_CACHE = "ipc_cache"
 
 
 @dataclass(frozen=True)
-class VllmRoutes(Routes):
+class VllmRoutes(PackedRoutes):
     """Of a vLLM worker.
 
     Attributes:
         misc: loads what takes the misc path.
-        packed: modules that are made of packed tensors that land in place.
     """
 
     misc: ScopedReload
-    packed: dict[str, PackedForm]
 
 
-class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
+class VllmDestination(PackedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
     """What one vLLM worker wants of each checkpoint tensor, and how it takes the rest.
 
     Args:
@@ -95,14 +94,10 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._reset_caches = tuple(reset_caches)
         self._stays_awake = stays_awake
         self._kernel_layouts = KernelLayouts(vllm_config, device)
-        self._packed_layers = PackedLayers(vllm_config, device)
+        self._packed_layers = VllmPackedLayers(vllm_config, device)
         self._copies = Copies(model)
-        # Of the routes that refits go by, and where the parameters that it writes are.
-        self._making: Making | None = None
-        self._expects: tuple[Making, Mapping[str, int]] | None = None
         self._kernel_state = KernelState(())
         self._derived = DerivedState(model)
-        self._made_at: Hashable = None
         super().__init__(device)
 
     @property
@@ -124,65 +119,8 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         self._copies.require_none()
         return super().storage_key()
 
-    def agree(self, specs: Manifest) -> VllmRoutes:
-        """As :meth:`TracedDestination.agree`; prepares what makes packed layers of what lands."""
-        before, routes = self._routes, super().agree(specs)
-        held = {
-            module: {
-                name: p.data
-                for name, p in self._model.get_submodule(module)._parameters.items()
-                if p is not None
-            }
-            for module in routes.packed
-        }
-        places = tuple([tensor.data_ptr() for tensors in held.values() for tensor in tensors.values()])
-        if routes is not before or places != self._made_at:
-            self._made_at = places
-            modules = {module: (held[module], form) for module, form in routes.packed.items()}
-            padding = _padding(routes, self._model)
-            self._making = Making(modules, self._device, padding) if modules else None
-            self._kernel_state = KernelState(map(self._model.get_submodule, modules))
-        return routes
-
-    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
-        """As :meth:`TracedDestination.rewritten`; what is put in a kernel's order does not stay as it lands."""
-        if self._making is None:
-            return {}
-        reasons = {
-            spec.name: self._making.rewrites(*_apart(at.parameter))
-            for spec in specs
-            for at in self._agreed().landings.get(spec.name, ())
-        }
-        return {name: reason for name, reason in reasons.items() if reason}
-
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._agreed().misc.load(weights)
-
-    @property
-    def works_on_portions(self) -> bool:
-        """Whether there are packed layers that a kernel wants in an order of its own."""
-        return self._making is not None and self._making.orders
-
-    def expect(self, portions: Mapping[str, int]) -> None:
-        """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.expect`; prepares what puts packed layers in order."""
-        if self._making is None or (self._making, portions) == self._expects:
-            return
-        self._expects = self._making, portions
-        routes = self._agreed()
-        # Zeros are written at the end.
-        last: dict[str, int | None] = dict.fromkeys(_apart(zeros.parameter)[0] for zeros in routes.zeros)
-        for name, landings in routes.landings.items():
-            portion = portions.get(name)
-            for module in {_apart(landing.parameter)[0] for landing in landings}:
-                before = last.setdefault(module, portion)
-                last[module] = None if before is None or portion is None else max(before, portion)
-        self._making.expect({module: portion for module, portion in last.items() if portion is not None})
-
-    def landed(self, portion: int) -> None:
-        """Put the packed layers in order that have landed whole with a portion."""
-        assert self._making is not None, "it is told what to expect before"
-        with self._device, torch.no_grad():
-            self._making.put_in_order(portion)
 
     def abandon(self) -> None:
         """After a refit that failed between its first write and :meth:`finish`: undo what is half loaded.
@@ -192,8 +130,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """
         if self._routes is not None:
             self._routes.misc.abandon()
-        if self._making is not None:
-            self._making.abandon()
+        super().abandon()
 
     @property
     def _model(self) -> nn.Module:
@@ -204,14 +141,19 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     def _trace(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
         self._copies.compare(twin)
-        with accepting_unquantized(twin, int4_modules(self._model)) as taken:
-            trace = super()._trace(twin, manifest)
-        require_packed(trace, manifest, taken)
-        return trace.without(taken)
+        return super()._trace(twin, manifest)
 
-    def _trace_unquantized(self, twin: nn.Module, manifest: Manifest) -> LoaderTrace:
-        with accepting_unquantized(twin, int4_modules(self._model)):
-            return super()._trace(twin, manifest)
+    def _int4(self) -> Mapping[str, Int4Weights]:
+        return int4_modules(self._model)
+
+    def _kind_of_matrices(self) -> Callable[..., nn.Parameter]:
+        from vllm.model_executor.parameter import ModelWeightParameter
+
+        kind: Callable[..., nn.Parameter] = ModelWeightParameter
+        return kind
+
+    def _follow_packed(self, modules: Iterable[nn.Module]) -> None:
+        self._kernel_state = KernelState(modules)
 
     def _blocks(self) -> dict[str, HoldsCodes]:
         return {
@@ -234,19 +176,9 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             return replace(layout, reason=f"{layout.reason} ({reason})")
         return layout if found is None else VllmLayout(placed=True, rearranged=found, otherwise=layout)
 
-    def _unneeded(self, trace: LoaderTrace, layouts: Mapping[str, VllmLayout]) -> dict[str, str]:
-        """Scales of inputs that packed layers do not quantize; vLLM's reload would wait for them."""
-        unused = unused_parameters(self._model)
-        found = {}
-        for name, touched in trace.touched.items():
-            modules = {_apart(parameter)[0] for parameter in touched}
-            if touched and touched <= unused and all(m in layouts and layouts[m].packed for m in modules):
-                found[name] = min(modules)
-        return found
-
-    def _target(self, place: Landing | Zeros) -> torch.Tensor:
-        packed = None if self._making is None else self._making.landing(*_apart(place.parameter))
-        return super()._target(place) if packed is None else packed
+    def _idle(self) -> frozenset[str]:
+        """As :meth:`PackedDestination._idle`: vLLM's reload would wait for scales of inputs that packed layers do not quantize."""
+        return unused_parameters(self._model)
 
     @property
     def has_trainable_drafter(self) -> bool:
@@ -255,7 +187,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
 
     def _unused(self) -> frozenset[str]:
         """Names of parameters that need not come."""
-        return unused_parameters(self._model)
+        return self._idle()
 
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         check_follows(self._vllm_config, traced.trace)
@@ -267,6 +199,23 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             unused=self._unused(),
             dummy=self._vllm_config.load_config.load_format == "dummy",
         )
+
+    def _padding(self, routes: VllmRoutes) -> Mapping[tuple[str, str], Sequence[Box]]:
+        """As :meth:`PackedDestination._padding`."""
+        padded = {
+            name: form for name, form in routes.packed.items() if has_padding(self._model.get_submodule(name))
+        }
+        landings: dict[tuple[str, str], list[Landing]] = defaultdict(list)
+        for found in routes.landings.values():
+            for landing in found:
+                landings[apart_of(landing.parameter)].append(landing)
+        rest: dict[tuple[str, str], list[Box]] = {}
+        for module, form in padded.items():
+            for name, (shape, dtype) in form.loaded.items():
+                as_loaded = torch.empty(shape, dtype=dtype, device="meta")
+                boxes = [landing.box_in(as_loaded) for landing in landings[module, name]]
+                rest[module, name] = subtract_all(box_of(shape), boxes)
+        return rest
 
     def _routed(self, traced: Traced[VllmLayout, HoldsCodes], shared: Routes) -> VllmRoutes:
         live = dict(self._model.named_modules())
@@ -299,40 +248,16 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             absent_elements(self._model, traced.trace),
             [live[module] for module in sorted(followers)],
         )
-        packed = {name: layout.packed for name, layout in traced.layouts.items() if layout.packed is not None}
-        return VllmRoutes(**vars(shared), misc=misc, packed=packed)
+        return VllmRoutes(**vars(shared), misc=misc, packed=packed_forms(traced.layouts))
 
     def _post_load(self, routes: VllmRoutes) -> None:
         routes.misc.finish()
+        self._make_packed()
         with self._device, torch.no_grad():
-            if self._making is not None:
-                self._making.make()
             self._kernel_state.refresh()
             self._derived.refresh(self._vllm_config.model_config.dtype)
         for reset in self._reset_caches:
             reset()
-
-
-def _padding(routes: VllmRoutes, model: nn.Module) -> dict[tuple[str, str], list[Box]]:
-    """By module and parameter those boxes of padded packed layers in which nothing lands, as they are loaded."""
-    padded = {name: form for name, form in routes.packed.items() if has_padding(model.get_submodule(name))}
-    landings: dict[tuple[str, str], list[Landing]] = defaultdict(list)
-    for found in routes.landings.values():
-        for landing in found:
-            landings[_apart(landing.parameter)].append(landing)
-    rest: dict[tuple[str, str], list[Box]] = {}
-    for module, form in padded.items():
-        for name, (shape, dtype) in form.loaded.items():
-            as_loaded = torch.empty(shape, dtype=dtype, device="meta")
-            boxes = [landing.box_in(as_loaded) for landing in landings[module, name]]
-            rest[module, name] = subtract_all(box_of(shape), boxes)
-    return rest
-
-
-def _apart(name: str) -> tuple[str, str]:
-    """A parameter's module, and its name there."""
-    module, _, parameter = name.rpartition(".")
-    return module, parameter
 
 
 def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:

@@ -7,8 +7,7 @@ refused with the reason. Kernels for CPUs pack experts in tiles, and FlashInfer'
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from ....integration.layout.rearrangement import NotRearranged, Rearrangement, recover
+from ..common.packed.layers import apart, asked_once, held, require_none_beside, vars_and_buffers
 from .compat import kind_of
 from .layouts import CPU_EXPERTS, FUSED_MOE, UNQUANTIZED_EXPERTS, known_kernel
 from .reload import tensors_of_kernel
@@ -103,55 +103,8 @@ class KernelLayouts:
         # vLLM from 0.32 on packs experts as it makes their kernel, and makes none where there is one.
         method.moe_kernel = None
         module = processed(live, method, given, self._vllm_config, self._device)
-        require_none_beside(live, module)
+        require_none_beside(vars_and_buffers(live), vars_and_buffers(module))
         return held(module)
-
-
-def asked_once[Found](known: dict[Hashable, Found | str], key: Hashable, find: Callable[[], Found]) -> Found:
-    """What was found out about a kind of layer, or is now.
-
-    Args:
-        known: what is known by kind, or why nothing is: not the error, whose traceback would keep the tensors that were asked with.
-        key: the kind.
-        find: finds it out.
-
-    Raises:
-        NotRearranged: nothing can be, now as before; says why.
-    """
-    if key not in known:
-        try:
-            known[key] = find()
-        except NotRearranged as reason:
-            known[key] = str(reason)
-        except torch.OutOfMemoryError:
-            known[key] = (
-                "the device has too little memory left to find out what vLLM makes of it: several times that of one such layer; "
-                "start vLLM with a lower gpu_memory_utilization"
-            )
-    found = known[key]
-    if isinstance(found, str):
-        raise NotRearranged(found)
-    return found
-
-
-def require_none_beside(live: nn.Module, made: nn.Module, known: str = "") -> None:
-    """Check that vLLM's step gave a copy of a layer no other tensor beside its parameters.
-
-    Args:
-        live: the layer.
-        made: its copy, after the step.
-        known: the name of one that it may have.
-
-    Raises:
-        NotRearranged: it has one, which may be made of the weights.
-    """
-    beside = {
-        name
-        for name, value in (*vars(made).items(), *made._buffers.items())
-        if isinstance(value, torch.Tensor) and value is not vars(live).get(name, live._buffers.get(name))
-    }
-    if unknown := beside - {known}:
-        raise NotRearranged(f"vLLM makes {min(unknown)} beside its parameters")
 
 
 def processed(
@@ -188,19 +141,6 @@ def processed(
             f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
         ) from error
     return module
-
-
-def held(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The data of a module's own parameters."""
-    return {name: p.data for name, p in module._parameters.items() if p is not None}
-
-
-def apart[T: nn.Module](module: T) -> T:
-    """A copy that has the same tensors and modules, which others can take the place of in the copy alone."""
-    copied = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        vars(copied)[name] = dict(vars(copied)[name])
-    return copied
 
 
 def _strided(tensors: Mapping[str, torch.Tensor | None], names: Mapping[str, Any]) -> _Strided:

@@ -8,7 +8,7 @@ vLLM's own code, named here for each kind of module (read in vLLM 0.21, 0.26 and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
@@ -18,12 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from ....integration.layout.rearrangement import NotRearranged
-from ..common.loader_trace.modules import ModuleLayout, changed_parameter
+from ..common.loader_trace.modules import changed_parameter
+from ..common.packed.layers import PackedLayout
 from .compat import kind_of
 from .fp8 import block_fp8
-
-if TYPE_CHECKING:
-    from .packed_making import PackedForm
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
@@ -38,16 +36,14 @@ _PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
 @dataclass(frozen=True)
-class VllmLayout(ModuleLayout):
+class VllmLayout(PackedLayout):
     """Of a module of vLLM's.
 
     Attributes:
         reload: vLLM's loader cannot write it in place, so new weights need vLLM's layerwise reload.
-        packed: how it is made of packed tensors that have landed; None if they are used as they land.
     """
 
     reload: bool = False
-    packed: PackedForm | None = None
 
     @property
     def separable(self) -> bool:

@@ -7,7 +7,7 @@ kernels and leaves zeros in the padding. Of this
 - the emulation, and a platform that has no kernel (CPUs), leave all as it is loaded;
 - Marlin puts codes, scales and biases in an order of its own, in as many bytes, and changes none of them where inputs have 16 bits.
 
-What :mod:`.packed_layers` says holds for these layers. Kernels of other backends join codes and scales in objects of their own, or
+What :mod:`..common.packed.layers` says holds for these layers. Kernels of other backends join codes and scales in objects of their own, or
 swizzle them: what they make takes vLLM's reload, if it is held in parameters.
 """
 
@@ -22,8 +22,8 @@ from torch import nn
 from ....integration.errors import RefitError
 from ....integration.layout.codes import Bytes, Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
+from ..common.packed.making import PutInOrder, Shapes
 from .compat import kind_of
-from .packed_making import PutInOrder, Shapes
 
 # By name: an engine without such layers imports none of these.
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4.GptOssMxfp4MoEMethod"
@@ -34,7 +34,7 @@ _LETTERS = tuple(range(1, 255))
 
 
 class Mxfp4(PutInOrder):
-    """A :class:`.packed_layers.PackedFormat`."""
+    """A :class:`~..common.packed.layers.PackedFormat`."""
 
     def kind(self, live: nn.Module) -> str:
         kind = kind_of(getattr(live, "quant_method", None))

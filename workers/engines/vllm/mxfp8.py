@@ -12,7 +12,7 @@ layers and its method for experts (``compressed_tensors_w8a8_mxfp8.py``, ``compr
   model's dtype, which BF16 does without loss.
 
 ModelOpt's method for experts computes with FlashInfer's TRT-LLM kernels alone, which shuffle rows: it takes the misc path. So do layers
-that vLLM itself quantizes as it loads them (``quantization="mxfp8"``), whose loader takes no codes. What :mod:`.packed_layers` says
+that vLLM itself quantizes as it loads them (``quantization="mxfp8"``), whose loader takes no codes. What :mod:`..common.packed.layers` says
 holds for the others.
 """
 
@@ -28,9 +28,9 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Mxfp8
+from ..common.packed.making import PutInOrder, Shapes
 from .compat import MXFP8_LINEAR, kind_of, method_of
 from .layouts import known_kernel
-from .packed_making import PutInOrder, Shapes
 
 # By name: an engine without such layers imports none of these.
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -81,7 +81,7 @@ def mxfp8_modules(model: nn.Module) -> dict[str, Mxfp8Weights]:
 
 
 class Mxfp8Layers(PutInOrder):
-    """A :class:`.packed_layers.PackedFormat`, of the layers of :func:`mxfp8_modules`."""
+    """A :class:`~..common.packed.layers.PackedFormat`, of the layers of :func:`mxfp8_modules`."""
 
     def kind(self, live: nn.Module) -> str:
         return _kind_of(live)

@@ -10,13 +10,14 @@ This was read in vLLM 0.21, 0.26 and 0.32 (``quantization/modelopt.py``, ``kerne
 - global scales become other parameters: the largest of the parts of a matrix, its inverse, products, and for Marlin that less the
   power of two.
 
-So codes and scales land in the live parameters, and global scales beside the model. What :mod:`.packed_layers` says holds for them.
+So codes and scales land in the live parameters, and global scales beside the model. What :mod:`..common.packed.layers` says holds for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
+from functools import lru_cache
+from math import log2, prod
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from torch import nn
 from ....integration.layout.codes import Codes, Letters, Nibbles
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.nvfp4 import BLOCK
-from .compat import NVFP4_LINEAR, NVFP4_W4A16_LINEAR, kind_of, method_of
+from ..common.packed.making import Derived, Formula, MarlinsMaps, Order, PackedForm, Padded, Shapes
+from .compat import MARLIN_NVFP4, NVFP4_LINEAR, NVFP4_W4A16_LINEAR, has, kind_of, method_of
 from .layouts import known_kernel
-from .packed_making import Derived, Formula, Order, PackedForm, Padded, Shapes, marlins_maps
 
 # By name: an engine without such layers imports none of these.
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
@@ -41,12 +42,14 @@ _LINEAR_KERNELS = {
 }
 # Not the emulation's: vLLM's loader writes the scale of an expert's inputs twice, from two tensors.
 _EXPERT_BACKENDS = {"MARLIN": _MARLIN}
+# E4M3's, behind which are negative numbers.
+_NAN = 0x7F
 # Of E4M3's numbers from 256 to 448: the largest there are, so that Marlin's factor is 1.
 _LETTERS = tuple(range(0x78, 0x7F))
 
 
 class Nvfp4:
-    """A :class:`.packed_layers.PackedFormat`."""
+    """A :class:`~..common.packed.layers.PackedFormat`."""
 
     def kind(self, live: nn.Module) -> str:
         kind = method_of(getattr(live, "quant_method", None))
@@ -108,7 +111,9 @@ class Nvfp4:
         # vLLM 0.32 has BF16 for inputs' scales that it drops.
         if any(loaded[name][1] != torch.float32 for name in used):
             raise NotRearranged("its global scales are not FP32")
-        return PackedForm(loaded, staged, orders, derived, live.params_dtype)
+        changed = [order for order in orders.values() if order.changed]
+        maps = marlins_maps(live.params_dtype, next(live.parameters()).device) if changed else None
+        return PackedForm(loaded, staged, orders, derived, live.params_dtype, maps=maps)
 
     def given(self, loaded: Shapes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
         for seed, largest in enumerate((0x7E, 0x2F, 0x01)):
@@ -125,6 +130,43 @@ class Nvfp4:
             "w13_weight_scale": config.w1_scale,
             "w2_weight_scale": config.w2_scale,
         }
+
+
+@lru_cache(maxsize=8)
+def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
+    """By vLLM's own functions, of layers that compute in ``dtype``.
+
+    Raises:
+        NotRearranged: they are others than those that were read.
+    """
+    if not has(MARLIN_NVFP4):
+        raise NotRearranged("this vLLM makes Marlin's scales by other functions")
+    try:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            _nvfp4_compute_scale_factor,
+            nvfp4_marlin_process_global_scale,
+            nvfp4_marlin_process_scales,
+        )
+
+        numbers = torch.arange(_NAN, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+        factors = [_nvfp4_compute_scale_factor(number.reshape(1, 1).half(), dtype) for number in numbers]
+        powers = [int(log2(factor)) for factor in factors]
+        # Apart, or vLLM would warn of scales that are no numbers.
+        nan = (torch.full((1,), torch.nan, dtype=dtype, device=device).half() * 2**7).view(torch.int16)
+        nan = (nan << 1).view(torch.uint8)[1]
+        maps = torch.zeros(max(powers) + 1, 256, dtype=torch.uint8, device=device)
+        for power, row in enumerate(maps):
+            made, _ = nvfp4_marlin_process_scales(numbers[:, None].repeat(1, 4), 2.0**power, dtype)
+            row[:_NAN] = made.view(torch.uint8)[:, 0]
+            row[[_NAN, 0xFF]] = nan
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise NotRearranged(
+            f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}"
+        ) from error
+    known = torch.zeros(256, dtype=torch.int32, device=device)
+    known[:_NAN] = torch.tensor(powers, dtype=torch.int32, device=device)
+    factors = torch.tensor([2.0**power for power in range(len(maps))], dtype=torch.float32, device=device)
+    return MarlinsMaps(maps, known, factors, nvfp4_marlin_process_global_scale)
 
 
 def _of_linear(loaded: Shapes, kernel: str, kind: str) -> Iterator[Derived]:

@@ -1,6 +1,6 @@
-"""What vLLM makes of packed layers after loading, made anew by a refit for all layers together, where vLLM has it.
+"""What an engine makes of packed layers after loading, made anew by a refit for all layers together, where the engine has it.
 
-Which layers these are, and how it is known that the same is made, :mod:`.packed_layers` says.
+Which layers these are, and how it is known that the same is made, :mod:`.layers` says.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import lru_cache, partial
-from math import log2, prod
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
-from ....integration.layout import Box, box_of, flat_bytes, local_slice, subtract_all
-from ....integration.layout.codes import Tiling
-from ....integration.layout.rearrangement import NotRearranged, Rearrangement
-from ....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
-from .compat import MARLIN_NVFP4, has
+from .....integration.layout import Box, box_of, flat_bytes, local_slice, subtract_all
+from .....integration.layout.codes import Tiling
+from .....integration.layout.rearrangement import Rearrangement
+from .....integration.packing.reordering import Unordered, make_largest_bytes, make_reordering
 
-# E4M3's, behind which are negative numbers.
-_NAN = 0x7F
 _IN_ORDER = "the engine puts it in its kernel's order once it has landed, so what a sparse refit builds on is not there any more"
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -79,7 +76,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Padded:
-    """A parameter behind whose elements a kernel has zeros: vLLM pads it after it is loaded, before it is put in order.
+    """A parameter behind whose elements a kernel has zeros: the engine pads it after it is loaded, before it is put in order.
 
     Attributes:
         dims: for each dimension of the parameter the sizes of its parts, the slowest one first, each as it is loaded and with the zeros.
@@ -124,6 +121,23 @@ class Padded:
 
 
 @dataclass(frozen=True)
+class MarlinsMaps:
+    """What Marlin makes of block scales.
+
+    Attributes:
+        maps: uint8 ``[powers, 256]``: of each byte, for each power of two by which scales are multiplied.
+        powers: int32 ``[256]``: the power for each byte that is the largest of a layer; 0 for no positive one.
+        factors: FP32 ``[powers]``: 2 to the power.
+        global_scales: what Marlin makes of global scales, FP32, in a layer of a dtype, before such a factor is taken off.
+    """
+
+    maps: torch.Tensor
+    powers: torch.Tensor
+    factors: torch.Tensor
+    global_scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class PackedForm:
     """How layers of one kind are made of what is loaded.
 
@@ -133,8 +147,9 @@ class PackedForm:
         orders: those that are put in order in the live memory.
         derived: what is made of :attr:`staged`.
         dtype: in which the layer computes.
-        held: shape, strides and dtype of the parameters that vLLM makes.
+        held: shape, strides and dtype of the parameters that the engine makes.
         padded: those of :attr:`orders` that the kernel pads.
+        maps: what Marlin makes of block scales, where some of :attr:`orders` are changed.
     """
 
     loaded: Shapes
@@ -144,6 +159,7 @@ class PackedForm:
     dtype: torch.dtype
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     padded: Mapping[str, Padded] = field(default_factory=dict)
+    maps: MarlinsMaps | None = field(default=None, compare=False)
 
     def laid(self, name: str) -> tuple[int, ...]:
         """The shape in which a parameter lies in the live memory before it is put in order."""
@@ -155,7 +171,7 @@ class PackedForm:
 
 
 class PutInOrder:
-    """The part of a :class:`.packed_layers.PackedFormat` whose parameters are all loaded in place, and then at most put in order."""
+    """The part of a :class:`.layers.PackedFormat` whose parameters are all loaded in place, and then at most put in order."""
 
     def form(self, live: Any, loaded: Shapes, kernel: str, orders: Mapping[str, Order]) -> PackedForm:
         return PackedForm(loaded, (), orders, (), live.params_dtype)
@@ -194,17 +210,17 @@ class Making:
                 self._staged[module, name] = slice(begin, count)
         self._flat = torch.zeros(count, dtype=torch.float32, device=device)
         changed = [
-            (module, name, form.dtype)
+            (module, name)
             for module, (_, form) in modules.items()
             for name, order in form.orders.items()
             if order.changed
         ]
-        dtypes = {dtype for *_, dtype in changed}
+        dtypes = {modules[module][1].dtype for module, _ in changed}
         if len(dtypes) > 1:
             raise ValueError(f"layers compute in {dtypes}")
-        self._maps = marlins_maps(dtypes.pop(), device) if dtypes else _no_maps(device)
+        self._maps = next((form.maps for _, form in modules.values() if form.maps), None) or _no_maps(device)
         # Of each parameter of block scales, which row of the maps makes Marlin's bytes of it in the refit under way.
-        self._slots = {(module, name): slot for slot, (module, name, _) in enumerate(changed)}
+        self._slots = {place: slot for slot, place in enumerate(changed)}
         # The kernels want some memory, even where they read none of it.
         self._choices = torch.zeros(max(1, len(changed)), dtype=torch.int32, device=device)
         self._scales = self._derived()
@@ -368,15 +384,11 @@ class Making:
         inputs: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """The operations of vLLM's ``process_weights_after_loading`` in their order, on all layers' scales."""
+        """The operations of the engine's ``process_weights_after_loading`` in their order, on all layers' scales."""
         if formula is Formula.WEIGHT:
             made = self._largest(weights)
         elif formula is Formula.MARLIN:
-            from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
-                nvfp4_marlin_process_global_scale,
-            )
-
-            whole: torch.Tensor = nvfp4_marlin_process_global_scale(self._largest(weights), dtype)
+            whole = self._maps.global_scales(self._largest(weights), dtype)
             made = whole / self._maps.factors[self._choices[slots]]
         elif formula is Formula.INPUT:
             made = self._largest(inputs)
@@ -390,61 +402,15 @@ class Making:
         return self._flat[groups].amax(dim=1)
 
 
-@dataclass(frozen=True)
-class MarlinsMaps:
-    """What Marlin makes of block scales.
-
-    Attributes:
-        maps: uint8 ``[powers, 256]``: of each byte, for each power of two by which scales are multiplied.
-        powers: int32 ``[256]``: the power for each byte that is the largest of a layer; 0 for no positive one.
-        factors: FP32 ``[powers]``: 2 to the power.
-    """
-
-    maps: torch.Tensor
-    powers: torch.Tensor
-    factors: torch.Tensor
-
-
-@lru_cache(maxsize=8)
-def marlins_maps(dtype: torch.dtype, device: torch.device) -> MarlinsMaps:
-    """By vLLM's own functions, of layers that compute in ``dtype``.
-
-    Raises:
-        NotRearranged: they are others than those that were read.
-    """
-    if not has(MARLIN_NVFP4):
-        raise NotRearranged("this vLLM makes Marlin's scales by other functions")
-    try:
-        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
-            _nvfp4_compute_scale_factor,
-            nvfp4_marlin_process_scales,
-        )
-
-        numbers = torch.arange(_NAN, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-        factors = [_nvfp4_compute_scale_factor(number.reshape(1, 1).half(), dtype) for number in numbers]
-        powers = [int(log2(factor)) for factor in factors]
-        # Apart, or vLLM would warn of scales that are no numbers.
-        nan = (torch.full((1,), torch.nan, dtype=dtype, device=device).half() * 2**7).view(torch.int16)
-        nan = (nan << 1).view(torch.uint8)[1]
-        maps = torch.zeros(max(powers) + 1, 256, dtype=torch.uint8, device=device)
-        for power, row in enumerate(maps):
-            made, _ = nvfp4_marlin_process_scales(numbers[:, None].repeat(1, 4), 2.0**power, dtype)
-            row[:_NAN] = made.view(torch.uint8)[:, 0]
-            row[[_NAN, 0xFF]] = nan
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise NotRearranged(
-            f"vLLM's arithmetic of Marlin's scales failed: {type(error).__name__}: {error}"
-        ) from error
-    known = torch.zeros(256, dtype=torch.int32, device=device)
-    known[:_NAN] = torch.tensor(powers, dtype=torch.int32, device=device)
-    factors = torch.tensor([2.0**power for power in range(len(maps))], dtype=torch.float32, device=device)
-    return MarlinsMaps(maps, known, factors)
-
-
 def _no_maps(device: torch.device) -> MarlinsMaps:
     """Where no bytes are changed."""
     ints = torch.zeros(1, dtype=torch.int32, device=device)
-    return MarlinsMaps(torch.zeros(1, 256, dtype=torch.uint8, device=device), ints, ints.float())
+    return MarlinsMaps(
+        torch.zeros(1, 256, dtype=torch.uint8, device=device),
+        ints,
+        ints.float(),
+        lambda scales, dtype: scales,
+    )
 
 
 class _Orders:

@@ -1,0 +1,189 @@
+"""INT4 in SGLang's models: what they hold after refits is what SGLang loads from a checkpoint of the same codes and scales.
+
+``make test-sglang`` runs them (docs/sglang.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.quantize.formats import Int4
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.rollout.arguments import sglang_arguments
+from rlrefit.workers.engines.sglang.loader import LOADER
+from tests.spawn import run_ranks
+
+from .int4_ranks import Int4Case, Int4Result, refit_int4, refit_int4_in_buckets, written
+from .ways import WAYS
+
+pytestmark = [
+    pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+
+# Groups, and options of a case.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense, 32": (32, {}),
+    "dense, 128": (128, {}),
+    "experts, Marlin, 32": (32, {"experts": True}),
+    "experts, Marlin, 128": (128, {"experts": True}),
+    "dense, as in a recipe": (64, {"started": True}),
+    "experts, as in a recipe": (64, {"experts": True, "started": True}),
+    "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
+    "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
+}
+OTHER = "a scheme that was not read"
+IN_BUCKETS = ("dense, 128", "experts, Marlin, 32")
+REFITS = 3
+LISTED = {**CASES, OTHER: (64, {"unknown": True})}
+OCCASIONS = {
+    *(f"full tensors {refit}" for refit in range(3)),
+    "packed by the trainer",
+    "partly misc 0",
+    "partly misc 1",
+    *(f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)),
+    *(f"sparse {refit}" for refit in range(4)),
+}
+# Qwen3's, of each of two layers.
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+Results = dict[str, list[Int4Result]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found = {}
+    for name, (group, options) in LISTED.items():
+        started = {"started": _as_in_a_recipe(group)} if "started" in options else {}
+        found[name] = written(folder / name, group, **options | started)
+    return found
+
+
+def _as_in_a_recipe(group: int) -> dict[str, str]:
+    """How a recipe has SGLang take a checkpoint in BF16."""
+    keys = ("generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true", "ray.address=auto")
+    config = load_config("grpo_tiny_sglang", [*keys, f"generation.weight_group={group}"])
+    arguments = sglang_arguments(config, None, 1, 0)
+    return {name: arguments[name] for name in ("json_model_override_args", "load_format")}
+
+
+def _refitted(ranks: int, cases: dict[str, Int4Case], cut: Int4Case | None) -> tuple[Results, list[str]]:
+    """All cases in one set of processes; and what each of them told of experts whose groups are cut."""
+    by_rank = run_ranks(refit_int4, ranks, ranks, list(cases.values()), cut, timeout_s=850)
+    results, told = zip(*by_rank, strict=True)
+    return {name: [found[i] for found in results] for i, name in enumerate(cases)}, list(told)
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Int4Case]) -> Results:
+    return _refitted(1, cases, None)[0]
+
+
+@pytest.fixture(scope="module")
+def shared(cases: dict[str, Int4Case], tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[str]]:
+    # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
+    cut: Path = tmp_path_factory.mktemp("cut")
+    return _refitted(2, cases, written(cut, 64, experts=True, width=192))
+
+
+@pytest.fixture(scope="module")
+def bucketed(cases: dict[str, Int4Case]) -> dict[str, Any]:
+    by_rank = run_ranks(refit_int4_in_buckets, 2, 2, [cases[name] for name in IN_BUCKETS], timeout_s=850)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(IN_BUCKETS)}
+
+
+@pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return request.getfixturevalue("alone") if request.param == 1 else request.getfixturevalue("shared")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_were(
+    results: Results, case: str
+) -> None:
+    for rank in results[case]:
+        assert rank.differing.keys() == OCCASIONS
+        assert not any(rank.differing.values()), rank.differing
+        assert rank.moved == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Results, case: str) -> None:
+    for rank in results[case]:
+        assert rank.reasons == {}
+        assert {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")} < {*rank.bulk}
+        assert rank.routes["nccl_xfer"]["misc"] == rank.routes["nccl_xfer"]["unused"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_names_what_it_holds_in_int4_and_nothing_else(results: Results, case: str) -> None:
+    group, options = CASES[case]
+    mlp = [f"mlp.experts.{expert}." for expert in range(8)] if "experts" in options else ["mlp."]
+    modules = [*LINEAR, *(f"{where}{part}" for where in mlp for part in PARTS)]
+    names = {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
+    for rank in results[case]:
+        assert rank.own == dict.fromkeys(names, Int4(group))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_may_get_a_part_of_its_codes_and_scales_over_the_misc_path(
+    results: Results, case: str
+) -> None:
+    # Of two layers: q beside k and v, and up beside gate, of each expert.
+    up = 8 if "experts" in CASES[case][1] else 1
+    assert all(rank.routes["partly misc"]["misc"] == 2 * 2 * (1 + up) for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_are_dense_since_sglang_puts_what_is_written_in_order(results: Results, case: str) -> None:
+    assert all(rank.sparse == [False] * 4 for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buckets_are_not_left_to_a_loader_that_cant_write_them(results: Results, case: str) -> None:
+    assert all(rank.refused["SGLang's own loader"] == "False" for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("brought", "told"),
+    [
+        ("BF16", "trainer_quantize_int4=true"),
+        ("no scales", "self_attn.o_proj.weight_scale"),
+        ("no codes", "self_attn.o_proj.weight_packed"),
+    ],
+)
+def test_weights_without_their_scales_and_scales_without_their_codes_are_refused_by_name(
+    results: Results, case: str, brought: str, told: str
+) -> None:
+    assert all(told in rank.refused[brought] for rank in results[case])
+
+
+@pytest.mark.parametrize("case", IN_BUCKETS)
+def test_buckets_bring_the_bytes_that_sglang_loads_from_a_checkpoint(
+    bucketed: dict[str, Any], case: str
+) -> None:
+    for differing, refused, taken in bucketed[case]:
+        assert len(differing) == (REFITS + 2) * len(WAYS)
+        # Refused refits have changed nothing.
+        assert not any(differing.values()), differing
+        assert taken == {LOADER}
+        if refused:  # on the first rank
+            assert "trainer_quantize_int4=True" in refused["no key"]
+            assert refused["another key"].startswith("RefitMismatch")
+
+
+def test_layers_of_a_scheme_that_was_not_read_are_refused_by_name(results: Results) -> None:
+    for rank in results[OTHER]:
+        assert "mlp.gate_up_proj" in rank.refused["BF16"]
+        assert "layer model.layers.0.mlp.down_proj" in rank.refused["packed"]
+
+
+def test_experts_whose_shards_cut_groups_are_refused(shared: tuple[Results, list[str]]) -> None:
+    assert all("mlp.experts" in one for one in shared[1])
