@@ -155,6 +155,14 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
     ]
 
 
+# What SGLang 0.5.17 builds with a look at weights as if they were not quantized, by keys of a model that has it.
+_READ_BY_SGLANG = {
+    "latent attention": ("kv_lora_rank",),
+    "shared experts": ("n_shared_experts", "shared_expert_intermediate_size"),
+    "linear attention": ("linear_num_value_heads",),
+}
+
+
 def _int4_violations(
     config: TrainConfig, hf_config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> Iterator[Violation]:
@@ -165,19 +173,46 @@ def _int4_violations(
             (stored, "model.path"), f"{stored}: int4, but only models of text alone have run so; give auto"
         )
     parts = config.generation.tensor_parallel
-    of_experts = 1 if config.generation.shares_experts else parts
-    for name, size in (
-        ("hidden_size", 1),
-        ("intermediate_size", parts),
-        ("moe_intermediate_size", of_experts),
+    less = "give a smaller group"
+    spread = f"{less} or another generation.tensor_parallel"
+    of_experts = (
+        f"{spread}, or share experts out (generation.vllm.enable_expert_parallel, generation.sglang.ep_size)"
+    )
+    of_head = text.get("v_head_dim") or text.get("head_dim")
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if isinstance(heads, int) and isinstance(of_head or hidden, int):
+        of_heads = heads * of_head if of_head else hidden
+    else:
+        of_heads = None
+    for name, total, size, remedy in (
+        ("hidden_size", hidden, 1, less),
+        ("num_attention_heads times their size", of_heads, parts, spread),
+        ("intermediate_size", text.get("intermediate_size"), parts, spread),
+        ("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size"), parts, spread),
+        (
+            "moe_intermediate_size",
+            text.get("moe_intermediate_size"),
+            1 if config.generation.shares_experts else parts,
+            of_experts,
+        ),
     ):
-        total = text.get(name)
         if isinstance(total, int) and total % size == 0 and total // size % group:
             yield Violation(
                 ("generation.weight_group", "generation.tensor_parallel", "model.path"),
                 f"generation.weight_group: {group}, but a rank of the engine has {total // size} of {name} {total}, which cuts groups that "
-                "share a scale; give a smaller group or another generation.tensor_parallel, or share experts out "
-                "(generation.vllm.enable_expert_parallel, generation.sglang.ep_size)",
+                f"share a scale; {remedy}",
+            )
+    if config.generation.backend == "sglang":
+        unbuilt = [
+            f"{what} ({', '.join(keys)})"
+            for what, keys in _READ_BY_SGLANG.items()
+            if any(text.get(key) for key in keys)
+        ]
+        if unbuilt:
+            yield Violation(
+                (stored, "generation.backend", "model.path"),
+                f"{stored}: int4, but SGLang reads a weight that such layers lack while it builds {' and '.join(unbuilt)}, and ends; give "
+                "generation.backend=vllm, or auto",
             )
 
 

@@ -8,6 +8,8 @@ from ...integration.quantize.int4 import GROUPS
 from .errors import Violation
 from .schema import GenerationConfig, TrainConfig
 
+_RUNNER = "moe_runner_backend"
+
 
 def weight_dtype_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     """What would not run, or would quantize otherwise than asked.
@@ -150,6 +152,11 @@ def _int4_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
                 "an FP8 KV cache beside it has not run; give auto",
             )
             for engine in ("vllm", "sglang")
+        ),
+        (
+            f"generation.sglang.server_args.{_RUNNER}",
+            config.generation.sglang.server_args.get(_RUNNER, "marlin") not in ("marlin", "triton"),
+            "of its experts rlrefit knows those orders in which Marlin and Triton compute; give marlin or triton, or leave it out",
         ),
     )
     yield from _unmet("int4", requirements)

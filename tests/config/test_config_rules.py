@@ -231,6 +231,9 @@ def test_all_that_keeps_weights_from_travelling_in_int4_is_told_at_once(config_o
         ("generation.weight_dtype", key) for key in values
     ]
     assert config_violations(config_of(INT4 | {"generation.weight_group": 128})) == []
+    other = {"generation.sglang.server_args": {"moe_runner_backend": "flashinfer_trtllm"}}
+    (one,) = config_violations(config_of(INT4 | {"generation.backend": "sglang"} | other))
+    assert one.keys == ("generation.weight_dtype", "generation.sglang.server_args.moe_runner_backend")
     with pytest.raises(ValueError, match=r"policy\.refit\.trainer_quantize_int4: "):
         RefitConfig(trainer_quantize_fp8=True, trainer_quantize_int4=True)
     with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_int4"):
@@ -311,6 +314,7 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_s
 WIDE = {**MOE, "intermediate_size": 256, "moe_intermediate_size": 192}
 OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8}
 SEEING = {"model_type": "vlm", "text_config": DENSE}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
 
 
 @pytest.mark.parametrize(
@@ -341,6 +345,17 @@ SEEING = {"model_type": "vlm", "text_config": DENSE}
         (INT4 | {"generation.tensor_parallel": 2}, DENSE, "48 of intermediate_size"),
         (INT4 | {"generation.tensor_parallel": 4, "generation.vllm.enable_expert_parallel": True}, WIDE, ""),
         (INT4 | {"generation.tensor_parallel": 4}, WIDE, "48 of moe_intermediate_size"),
+        (INT4 | {"generation.tensor_parallel": 4}, WIDE | {"head_dim": 6}, "24 of num_attention_heads"),
+        (
+            INT4 | {"generation.weight_group": 32},
+            WIDE | SHARED_EXPERT,
+            "48 of shared_expert_intermediate_size",
+        ),
+        (INT4, WIDE | {"n_shared_experts": 1, "kv_lora_rank": 64}, ""),
+        (INT4 | {"generation.backend": "sglang"}, WIDE, ""),
+        (INT4 | {"generation.backend": "sglang"}, WIDE | {"n_shared_experts": 1}, "shared experts"),
+        (INT4 | {"generation.backend": "sglang"}, WIDE | {"kv_lora_rank": 64}, "latent attention"),
+        (INT4 | {"generation.backend": "sglang"}, DENSE | {"linear_num_value_heads": 8}, "linear attention"),
         (MXFP4, MOE, "only GPT-OSS's experts"),
         (MXFP4, OSS, ""),
         (MXFP4, OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "a copy in BF16"),

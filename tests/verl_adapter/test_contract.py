@@ -23,6 +23,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
+from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.frameworks.verl.contract import (
@@ -394,6 +395,7 @@ def test_a_megatron_engine_is_asked_which_of_its_kinds_it_is() -> None:
 
 
 QUANTIZES = RefitConfig(trainer_quantize_fp8=True)
+MAKES_INT4 = RefitConfig(trainer_quantize_int4=True)
 
 
 EXTENDED = {"worker_extension_cls": EXTENSION}
@@ -404,6 +406,11 @@ DRAFTS = TRAINS | {"enable_rollout": True}
 
 def speculating(config: Any) -> dict[str, Any]:
     return {"engine_kwargs": {"vllm": {**EXTENDED, "speculative_config": config}}}
+
+
+def in_int4(**changes: str) -> dict[str, Any]:
+    overrides = {"quantization_config": int4(32) | changes}
+    return {"engine_kwargs": {"vllm": {**EXTENDED, "hf_overrides": overrides}}}
 
 
 def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
@@ -425,6 +432,12 @@ def of_sglang(loader: str = LOADER, **more: Any) -> dict[str, Any]:
             QUANTIZES,
             "vllm.quantization is fp8",
         ),
+        (in_int4(), MAKES_INT4, None),
+        (in_int4(), RefitConfig(), None),  # its worker tells
+        (in_int4() | {"quantization": "fp8"}, MAKES_INT4, "rollout.quantization is fp8, which is another"),
+        (in_int4(format="float-quantized"), MAKES_INT4, "has no quantization_config"),
+        ({}, MAKES_INT4, "has no quantization_config"),
+        (of_sglang(), MAKES_INT4, "sglang has not run in INT4"),
         ({"name": "trtllm"}, RefitConfig(), "rollout.name is trtllm; vllm and sglang have"),
         (of_sglang(), RefitConfig(), None),
         (of_sglang() | {"quantization": "fp8"}, QUANTIZES, None),
@@ -496,6 +509,8 @@ def test_codes_and_scales_for_a_drafter_are_refused() -> None:
     rollout = OmegaConf.create(OF_VLLM | {"quantization": "fp8"})
     (found,) = asked_violations(rollout, QUANTIZES, model, "megatron")
     assert "trainer_quantize_fp8=false" in found
+    (found,) = asked_violations(OmegaConf.create(OF_VLLM | in_int4()), MAKES_INT4, model, "megatron")
+    assert "trainer_quantize_int4=false" in found
 
 
 def quant_config(name: str, block: list[int] | None = None, *, serialized: bool = True) -> SimpleNamespace:
@@ -515,6 +530,11 @@ def quant_config(name: str, block: list[int] | None = None, *, serialized: bool 
         (quant_config("fp8", [128, 64]), QUANTIZES, "fp8 in blocks of 128x64"),
         (quant_config("fp8"), QUANTIZES, "a scale for each weight"),
         (quant_config("fp8", serialized=False), RefitConfig(), "a scale for each weight"),
+        (None, MAKES_INT4, "trainer_quantize_int4 is true, and its weights are not quantized"),
+        (quant_config("compressed-tensors"), MAKES_INT4, ""),
+        (quant_config("compressed-tensors"), RefitConfig(), "(compressed-tensors, by"),
+        (quant_config("compressed-tensors"), QUANTIZES, "(compressed-tensors, by"),
+        (quant_config("fp8", [128, 128]), MAKES_INT4, "trainer_quantize_fp8=true in its place"),
         (quant_config("torchao"), QUANTIZES, "(torchao, by rollout.quantization"),
         (SimpleNamespace(get_name=lambda: "modelopt_fp4"), QUANTIZES, "(modelopt_fp4, by"),
     ],

@@ -87,11 +87,8 @@ def check_groups(model: nn.Module) -> None:
     for name, facts in int4_modules(model).items():
         module: Any = model.get_submodule(name)
         if not _is_linear(module):
-            columns = {
-                "intermediate size": module.intermediate_size_per_partition,
-                "hidden size": module.hidden_size,
-            }
-            check_columns(name, facts.format, columns, "SGLang", "ep_size, another tp_size")
+            hidden, shared = module.hidden_size, module.intermediate_size_per_partition
+            check_columns(name, facts.format, hidden, shared, "SGLang", "ep_size, another tp_size")
 
 
 def idle_parameters(model: nn.Module) -> frozenset[str]:

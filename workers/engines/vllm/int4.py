@@ -76,12 +76,9 @@ def check_groups(model: nn.Module, modules: Mapping[str, Int4Weights]) -> None:
         if _kind_of(module) not in _EXPERTS:
             continue
         config: Any = module.quant_method.moe  # type: ignore[union-attr]
-        columns = {
-            "intermediate size": config.intermediate_size_per_partition,
-            "hidden size": config.hidden_dim,
-        }
+        hidden, shared = config.hidden_dim, config.intermediate_size_per_partition
         remedy = "enable_expert_parallel, another tensor_parallel_size"
-        check_columns(name, facts.format, columns, "vLLM", remedy)
+        check_columns(name, facts.format, hidden, shared, "vLLM", remedy)
 
 
 class Int4Layers(PutInOrder):

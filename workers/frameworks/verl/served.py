@@ -57,7 +57,7 @@ def asked_violations(
     kwargs = (rollout.get("engine_kwargs") or {}).get(engine) or {}
     name = rollout.get("quantization")
     if name == "fp8":
-        if not config.trainer_quantize_fp8:
+        if not config.trainer_quantize_fp8 and not config.trainer_quantize_int4:
             found.append(f"rollout.quantization is fp8; {_HAVE_IT_QUANTIZED}")
     elif name is not None:
         found.append(f"rollout.quantization is {name}; {_FORMATS}")
@@ -102,13 +102,14 @@ def _int4_violations(engine: str, quantization: str | None, kwargs: Mapping[str,
         ]
     if quantization is not None:
         return [
-            f"{MAKES_INT4} is true, and rollout.quantization is {quantization}, which is another format; leave one of them out"
+            f"{MAKES_INT4} is true, and rollout.quantization is {quantization}, which is another format; give false, or null there"
         ]
     served = _settings(kwargs, "hf_overrides").get("quantization_config") or {}
-    if served.get("quant_method") != "compressed-tensors":
+    if (served.get("quant_method"), served.get("format")) != ("compressed-tensors", "pack-quantized"):
         return [
-            f"{MAKES_INT4} is true, and rollout.engine_kwargs.vllm.hf_overrides has no quantization_config of compressed-tensors, so that "
-            "the engine would hold BF16; give it that of rlrefit.recipes.rollout.arguments.int4(group)"
+            f"{MAKES_INT4} is true, and rollout.engine_kwargs.vllm.hf_overrides has no quantization_config of compressed-tensors' "
+            "pack-quantized weights, so that the engine would not hold INT4; give it that of "
+            "rlrefit.recipes.rollout.arguments.int4(group)"
         ]
     return []
 
@@ -235,6 +236,8 @@ def _quantized(quant_config: Any, config: RefitConfig) -> list[str]:
         how = f" in blocks of {'x'.join(map(str, block))}"
     elif name == "fp8" and by_trainer:
         return []
+    elif name == "fp8" and config.trainer_quantize_int4:
+        remedy = f"{MAKES_INT4} is of another format: set {QUANTIZES}=true in its place"
     elif name == "fp8":
         remedy = _HAVE_IT_QUANTIZED
     return [

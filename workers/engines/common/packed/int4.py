@@ -54,24 +54,28 @@ def int4_format(plain: bool, group: int, dtype: torch.dtype | None) -> Int4 | No
     return Int4(group, name) if fits else None
 
 
-def check_columns(module: str, format: Int4, columns: Mapping[str, int], engine: str, remedy: str) -> None:
+def check_columns(module: str, format: Int4, hidden: int, shared: int, engine: str, remedy: str) -> None:
     """Refuse experts whose shards cut groups: engines load them without an error, with scales of other columns than their own.
 
     Args:
         module: its name.
         format: that it holds.
-        columns: of a rank, by what they are.
+        hidden: columns of their first matrices, which ranks don't share.
+        shared: columns of their second matrices that a rank has.
         engine: its name.
-        remedy: what may be done beside smaller groups.
+        remedy: what gives a rank others of these.
 
     Raises:
         RefitError: a group is cut.
     """
-    for what, count in columns.items():
+    for what, count, start in (
+        ("intermediate size", shared, f"with {remedy}, or from smaller groups"),
+        ("hidden size", hidden, "from smaller groups"),
+    ):
         if count % format.group:
             raise RefitError(
                 f"a rank has {count} of the {what} of {module}, which cuts groups of {format.group} that share an INT4 scale: {engine} "
-                f"computes with scales of other groups, whatever is loaded. Start {engine} with {remedy}, or from smaller groups",
+                f"computes with scales of other groups, whatever is loaded. Start {engine} {start}",
                 stage="trace",
             )
 
