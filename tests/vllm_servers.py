@@ -56,7 +56,7 @@ def running(url: str, known_by: str, target: Callable[..., None], *args: Any) ->
         yield
     finally:
         process.terminate()
-        process.join(30)
+        process.join(10)  # one with a request that vLLM never answers would wait for it
         process.kill()
 
 
