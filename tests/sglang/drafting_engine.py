@@ -168,6 +168,13 @@ class Drafting:
         [found] = self.refit.calls.ask("digests")
         return set(found["shared"])
 
+    def require_the_drafters_own_kept(self, before: dict[str, str], index: int) -> None:
+        """What the drafter does not share has the digests of ``before``; all else is of a checkpoint."""
+        shared = {f"drafter.{name}" for name in self.shared()}
+        for name, digest in self.digests().items():
+            kept = name.startswith("drafter.") and name not in shared
+            assert digest == (before if kept else self.expected[index])[name], name
+
     def load(self, index: int) -> None:
         """SGLang's own update of both models from a checkpoint."""
         success, message, *_ = self.engine.update_weights_from_disk(self.paths[index])
