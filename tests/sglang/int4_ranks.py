@@ -6,7 +6,7 @@ Marlin's one function in CUDA is :mod:`tests.marlin`'s.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +236,19 @@ def kernels(case: Int4Case) -> Iterator[None]:
         yield
 
 
+def _without_memory() -> AbstractContextManager[Any]:
+    """SGLang's steps after loading find too little on the device."""
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsLinearMethod,
+    )
+
+    return mock.patch.object(
+        CompressedTensorsLinearMethod,
+        "process_weights_after_loading",
+        side_effect=torch.OutOfMemoryError("CUDA out of memory"),
+    )
+
+
 def _repack_expert(
     codes: torch.Tensor, perm: torch.Tensor, size_k: int, size_n: int, num_bits: int
 ) -> torch.Tensor:
@@ -254,10 +267,12 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
         asked = {"BF16": trained[0], "packed": _specs(packed[0])}
         refused = {brought: refusal(destination.fragments, specs) for brought, specs in asked.items()}
         return Int4Result({}, [], {}, {}, {}, [], [], refused)
+    with _without_memory():
+        too_little = refusal(destination.quantized, trained[0])
     own = destination.quantized(trained[0])
     wire = [_on_the_wire(read_checkpoint(path), own) for path in case.trained]
     specs = _specs(wire[0])
-    refused = {"BF16": refusal(destination.fragments, trained[0])}
+    refused = {"BF16": refusal(destination.fragments, trained[0]), "too little memory": too_little}
     some = next(name for name in own if name.endswith("o_proj.weight"))
     for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = [spec for spec in specs if spec.name != left_out]

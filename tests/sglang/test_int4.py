@@ -165,6 +165,14 @@ def test_weights_without_their_scales_and_scales_without_their_codes_are_refused
     assert all(told in rank.refused[brought] for rank in results[case])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_refit_without_memory_to_ask_sglang_is_refused_with_the_setting_and_a_later_one_is_taken(
+    results: Results, case: str
+) -> None:
+    # The case's refits come later.
+    assert all("mem_fraction_static" in rank.refused["too little memory"] for rank in results[case])
+
+
 @pytest.mark.parametrize("case", IN_BUCKETS)
 def test_buckets_bring_the_bytes_that_sglang_loads_from_a_checkpoint(
     bucketed: dict[str, Any], case: str
