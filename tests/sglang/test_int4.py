@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense, 128": (128, {}),
     "experts, Marlin, 32": (32, {"experts": True}),
     "experts, Marlin, 128": (128, {"experts": True}),
-    "dense, as in a recipe": (64, {"started": True}),
-    "experts, as in a recipe": (64, {"experts": True, "started": True}),
+    "dense, as in a recipe": (64, {"in_a_recipe": True}),
+    "experts, as in a recipe": (64, {"experts": True, "in_a_recipe": True}),
     "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
     "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
 }
@@ -60,17 +62,20 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
     for name, (group, options) in LISTED.items():
-        started = {"started": _as_in_a_recipe(group)} if "started" in options else {}
-        found[name] = written(folder / name, group, **options | started)
+        written_by = {option: value for option, value in options.items() if option != "in_a_recipe"}
+        case = written(folder / name, group, **written_by)
+        found[name] = _as_in_a_recipe(case, group) if "in_a_recipe" in options else case
     return found
 
 
-def _as_in_a_recipe(group: int) -> dict[str, str]:
-    """How a recipe has SGLang take a checkpoint in BF16."""
+def _as_in_a_recipe(case: Int4Case, group: int) -> Int4Case:
+    """The case with SGLang started as a recipe starts it from the checkpoint in BF16."""
     keys = ("generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true", "ray.address=auto")
     config = load_config("grpo_tiny_sglang", [*keys, f"generation.weight_group={group}"])
-    arguments = sglang_arguments(config, None, 1, 0)
-    return {name: arguments[name] for name in ("json_model_override_args", "load_format")}
+    hf_config = json.loads((Path(case.trained[0]) / "config.json").read_text())
+    arguments = sglang_arguments(config, hf_config, 1, 0)
+    started = {name: arguments[name] for name in ("json_model_override_args", "load_format")}
+    return replace(case, started=started, runner=arguments.get("moe_runner_backend", case.runner))
 
 
 def _refitted(ranks: int, cases: dict[str, Int4Case], cut: Int4Case | None) -> tuple[Results, list[str]]:
@@ -101,6 +106,16 @@ def bucketed(cases: dict[str, Int4Case]) -> dict[str, Any]:
 @pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
 def results(request: pytest.FixtureRequest) -> Results:
     return request.getfixturevalue("alone") if request.param == 1 else request.getfixturevalue("shared")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_computed_with_by_what_the_case_or_its_recipe_asks_for(
+    cases: dict[str, Int4Case], case: str
+) -> None:
+    in_a_recipe = "marlin" if "experts" in CASES[case][1] else "auto"
+    assert cases[case].runner == (
+        in_a_recipe if "in_a_recipe" in CASES[case][1] else CASES[case][1].get("runner", "auto")
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
