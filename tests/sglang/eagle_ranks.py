@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 
+from rlrefit.recipes.rollout.arguments import int4
 from tests.fp8_refits import State, differing, poison
 from tests.gpu.vllm_checkpoints import read_checkpoint
 
 from .family_ranks import CPU, _load, _state
+from .int4_ranks import Int4Case, kernels
 from .models import begin, load_model, turn_to
 
 if TYPE_CHECKING:
@@ -115,8 +118,48 @@ def refit_heads(rank: int, ranks: int, cases: Sequence[Heads]) -> list[HeadsResu
     return [_one(case) for case in cases]
 
 
-def _loaded(case: Heads, index: int, load_format: str = "auto") -> _Pair:
-    """As SGLang's worker of a drafter loads it, by a ``load_format`` of its own, and shares the model's weights with it."""
+def refuse_quantized_heads(
+    rank: int, ranks: int, case: Heads, packed: str
+) -> tuple[dict[str, str], set[str]]:
+    """A model in INT4, and its head.
+
+    Args:
+        rank: of the engine.
+        ranks: of the engine.
+        case: in BF16, all of it.
+        packed: a checkpoint of the first model in INT4.
+
+    Returns:
+        The parameter that the error names where SGLang is told to take both as if they were in INT4, by what it was asked; and what
+        goes in place where the model's checkpoint is in INT4 itself.
+    """
+    begin(rank, case.models[0], ranks)
+    from rlrefit.integration.errors import PlanError
+    from rlrefit.workers.engines.common.loader_trace.quantized import on_the_wire
+    from rlrefit.workers.engines.sglang.drafted import destination_of
+
+    specs = _specs(case.tensors(0))
+    without_head = [spec for spec in specs if not spec.name.startswith(DRAFTER)]
+    refused = {}
+    with kernels(Int4Case(case.models, case.models)):
+        as_if = json.dumps({"quantization_config": int4(32)})
+        live = _loaded(case, 0, load_format="dummy", json_model_override_args=as_if)
+        destination = destination_of(live.served, CPU)
+        for asked, manifest in (("without a head", without_head), ("with one", specs)):
+            try:
+                destination.quantized(manifest)
+                refused[asked] = ""
+            except PlanError as error:
+                refused[asked] = str(error.parameter)
+        in_int4 = replace(case, models=(packed, packed))
+        destination = destination_of(_loaded(in_int4, 0).served, CPU)
+        own = destination.quantized(specs)
+        fragments, _ = destination.fragments(on_the_wire(specs, own))
+    return refused, {fragment.name for fragment in fragments}
+
+
+def _loaded(case: Heads, index: int, **asked: Any) -> _Pair:
+    """As SGLang's worker of a drafter loads it, and shares the model's weights with it; ``asked``: of both, as of :func:`load_model`."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -129,7 +172,7 @@ def _loaded(case: Heads, index: int, load_format: str = "auto") -> _Pair:
         speculative_draft_model_path=head,
         **DRAFTING,
     )
-    served, drafter = load_model(path), load_model(path, head, load_format)
+    served, drafter = load_model(path, **asked), load_model(path, head, **asked)
     worker = object.__new__(EagleDraftWorker)
     worker.speculative_algorithm = SpeculativeAlgorithm.from_string(case.algorithm)
     worker.target_worker = SimpleNamespace(model_runner=served)
@@ -216,7 +259,7 @@ def _without_any_mapping(case: Heads, tensors: State, found: HeadsResult) -> Non
     from rlrefit.integration.errors import PlanError
     from rlrefit.workers.engines.sglang.drafted import destination_of
 
-    destination = destination_of(_loaded(case, 0, "dummy").served, CPU)
+    destination = destination_of(_loaded(case, 0, load_format="dummy").served, CPU)
     try:
         destination.fragments(_specs({name: t for name, t in tensors.items() if name != f"{DRAFTER}d2t"}))
     except PlanError as error:

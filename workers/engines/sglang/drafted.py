@@ -73,6 +73,9 @@ class SglangEagleDestination(SglangDrafterDestination):
         tokens: as of :func:`~.drafters.tokens_of_drafter`.
         vocabulary: how many tokens the model has.
         device: where the parameters live.
+
+    Raises:
+        PlanError: the head is quantized.
     """
 
     def __init__(
@@ -88,6 +91,14 @@ class SglangEagleDestination(SglangDrafterDestination):
         # None is that of a head whose tokens are the model's first ones in the model's order: zeros.
         self._mapping = mapping if mapping is not None and mapping.any() else None
         super().__init__(drafter, served, device)
+        if quantized := self._blocks():
+            raise PlanError(
+                f"this engine's head holds it quantized ({len(quantized)} such modules), and refits bring heads as they are trained, of which "
+                "no codes are made. SGLang applies a quantization_config of json_model_override_args to the head too. Nothing was written; "
+                "start SGLang from a checkpoint that is quantized itself, without that one, and from a head that is not",
+                stage="trace",
+                parameter=min(quantized),
+            )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         super()._load(self._but_mapping(weights))
