@@ -18,7 +18,7 @@ from tests.families.eagle import write_head
 from tests.gpu.vllm_checkpoints import quantize_to_int4, read_checkpoint
 from tests.spawn import run_alone, run_ranks
 
-from .eagle_ranks import Heads, HeadsResult, refit_heads, refuse_quantized_heads
+from .eagle_ranks import BesideInt4, Heads, HeadsResult, refit_beside_int4, refit_heads
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute, twice, where its processes share two cores
@@ -56,12 +56,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
-def in_int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], set[str]]:
+def in_int4(tmp_path_factory: pytest.TempPathFactory) -> BesideInt4:
     case, packed = run_alone(_write_in_int4, tmp_path_factory.mktemp("int4"), environment={})
-    return run_ranks(refuse_quantized_heads, 1, 1, case, packed, timeout_s=400)[0]
+    return run_ranks(refit_beside_int4, 1, 1, case, packed, timeout_s=400)[0]
 
 
-def _write_in_int4(folder: Path) -> tuple[Heads, str]:
+def _write_in_int4(folder: Path) -> tuple[Heads, tuple[str, ...]]:
     sizes = SIZES | {
         "hidden_size": 256,
         "head_dim": 64,
@@ -71,9 +71,10 @@ def _write_in_int4(folder: Path) -> tuple[Heads, str]:
     first, second = (
         write_head(folder / f"head{index}", index, tokens=64, sizes=sizes, mapping=0) for index in range(2)
     )
-    packed = shutil.copytree(models[0], folder / "packed")
-    quantize_to_int4(packed, int4(32))
-    return Heads(models, (first, second), "EAGLE3"), str(packed)
+    packed = [shutil.copytree(path, folder / f"packed{index}") for index, path in enumerate(models)]
+    for path in packed:
+        quantize_to_int4(path, int4(32))
+    return Heads(models, (first, second), "EAGLE3"), tuple(map(str, packed))
 
 
 def _write(folder: Path) -> dict[str, Heads]:
@@ -174,15 +175,26 @@ def test_an_engine_without_the_head_takes_the_model(results: Results, case: str)
 
 
 def test_a_head_that_sglang_has_quantized_with_the_model_is_refused_and_the_model_without_it_is_not(
-    in_int4: tuple[dict[str, str], set[str]],
+    in_int4: BesideInt4,
 ) -> None:
-    refused, _ = in_int4
-    assert refused["without a head"] == ""
-    assert refused["with one"].startswith("drafter.model.layers.0.")
+    assert in_int4.refused["without a head"] == ""
+    assert in_int4.refused["with one"].startswith("drafter.model.layers.0.")
 
 
-def test_the_head_of_a_model_whose_checkpoint_is_in_int4_is_taken_as_it_is_trained(
-    in_int4: tuple[dict[str, str], set[str]],
+def test_the_head_of_a_model_whose_checkpoint_is_in_int4_is_refitted_as_it_is_trained(
+    in_int4: BesideInt4,
 ) -> None:
-    _, bulk = in_int4
-    assert {"drafter.midlayer.mlp.gate_proj.weight", "model.layers.0.mlp.gate_proj.weight_packed"} <= bulk
+    assert {
+        "drafter.midlayer.mlp.gate_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight_packed",
+    } <= in_int4.bulk
+    assert in_int4.after_refits == [[], []]
+
+
+def test_a_model_with_a_trained_head_is_put_in_order_while_the_head_is_on_its_way(
+    in_int4: BesideInt4,
+) -> None:
+    for of_the_model, of_both in zip(in_int4.after_portions[::2], in_int4.after_portions[1::2], strict=True):
+        assert of_the_model
+        assert all(name.startswith("drafter ") for name in of_the_model)
+        assert of_both == []
