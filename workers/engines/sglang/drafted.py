@@ -107,7 +107,7 @@ class SglangEagleDestination(SglangDrafterDestination):
         for name, tensor in weights:
             if _MAPPING not in name:
                 yield name, tensor
-            elif not self._is_served(tensor):
+            elif not self._drafts_by(tensor):
                 raise RefitError(
                     "it maps the head's tokens to others of the model than this engine's worker does, which reads the mapping once, at its "
                     "start: the head would draft by one and be trained by another. The engine generates again after a refit that "
@@ -117,7 +117,7 @@ class SglangEagleDestination(SglangDrafterDestination):
                     parameter=name,
                 )
 
-    def _is_served(self, mapping: torch.Tensor) -> bool:
+    def _drafts_by(self, mapping: torch.Tensor) -> bool:
         if self._mapping is None:
             return not mapping.any()
         return torch.equal(mapping.cpu().to(self._mapping.dtype), self._mapping)
