@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlrefit.recipes.rollout.arguments import int4
 from tests.families.checkpoints import write_pair
 from tests.families.eagle import write_head
-from tests.gpu.vllm_checkpoints import quantize_to_int4, read_checkpoint
+from tests.gpu.vllm_checkpoints import read_checkpoint
 from tests.spawn import run_alone, run_ranks
 
-from .eagle_ranks import BesideInt4, Heads, HeadsResult, refit_beside_int4, refit_heads
+from .eagle_ranks import Heads, HeadsResult, refit_heads
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute, twice, where its processes share two cores
@@ -53,28 +51,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         by_rank = run_ranks(refit_heads, ranks, ranks, list(own.values()), timeout_s=400)
         found |= dict(zip(own, map(list, zip(*by_rank, strict=True)), strict=True))
     return found
-
-
-@pytest.fixture(scope="module")
-def in_int4(tmp_path_factory: pytest.TempPathFactory) -> BesideInt4:
-    case, packed = run_alone(_write_in_int4, tmp_path_factory.mktemp("int4"), environment={})
-    return run_ranks(refit_beside_int4, 1, 1, case, packed, timeout_s=400)[0]
-
-
-def _write_in_int4(folder: Path) -> tuple[Heads, tuple[str, ...]]:
-    sizes = SIZES | {
-        "hidden_size": 256,
-        "head_dim": 64,
-        "intermediate_size": 256,
-    }  # groups, and Marlin's tiles
-    models = write_pair("llama", folder / "llama", sizes)
-    first, second = (
-        write_head(folder / f"head{index}", index, tokens=64, sizes=sizes, mapping=0) for index in range(2)
-    )
-    packed = [shutil.copytree(path, folder / f"packed{index}") for index, path in enumerate(models)]
-    for path in packed:
-        quantize_to_int4(path, int4(32))
-    return Heads(models, (first, second), "EAGLE3"), tuple(map(str, packed))
 
 
 def _write(folder: Path) -> dict[str, Heads]:
@@ -172,29 +148,3 @@ def test_a_head_of_fewer_tokens_is_refused_where_neither_side_has_a_mapping(
 def test_an_engine_without_the_head_takes_the_model(results: Results, case: str) -> None:
     for rank in results[case]:
         assert rank.alone == {name for name in rank.bulk if not name.startswith("drafter.")}
-
-
-def test_a_head_that_sglang_has_quantized_with_the_model_is_refused_and_the_model_without_it_is_not(
-    in_int4: BesideInt4,
-) -> None:
-    assert in_int4.refused["without a head"] == ""
-    assert in_int4.refused["with one"].startswith("drafter.model.layers.0.")
-
-
-def test_the_head_of_a_model_whose_checkpoint_is_in_int4_is_refitted_as_it_is_trained(
-    in_int4: BesideInt4,
-) -> None:
-    assert {
-        "drafter.midlayer.mlp.gate_proj.weight",
-        "model.layers.0.mlp.gate_proj.weight_packed",
-    } <= in_int4.bulk
-    assert in_int4.after_refits == [[], []]
-
-
-def test_a_model_with_a_trained_head_is_put_in_order_while_the_head_is_on_its_way(
-    in_int4: BesideInt4,
-) -> None:
-    for of_the_model, of_both in zip(in_int4.after_portions[::2], in_int4.after_portions[1::2], strict=True):
-        assert of_the_model
-        assert all(name.startswith("drafter ") for name in of_the_model)
-        assert of_both == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ import pytest
 
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.config.load import load_config
-from rlrefit.recipes.rollout.arguments import sglang_arguments
+from rlrefit.recipes.rollout.arguments import int4, sglang_arguments
 from rlrefit.workers.engines.sglang.loader import LOADER
-from tests.spawn import run_ranks
+from tests.families.checkpoints import write_pair
+from tests.families.eagle import write_head
+from tests.gpu.vllm_checkpoints import quantize_to_int4
+from tests.spawn import run_alone, run_ranks
 
-from .int4_ranks import Int4Case, Int4Result, refit_int4, refit_int4_in_buckets, written
+from .eagle_ranks import Heads
+from .int4_ranks import (
+    BesideInt4,
+    Int4Case,
+    Int4Result,
+    refit_beside_int4,
+    refit_int4,
+    refit_int4_in_buckets,
+    written,
+)
 from .ways import WAYS
 
 pytestmark = [
@@ -101,6 +114,26 @@ def shared(cases: dict[str, Int4Case], tmp_path_factory: pytest.TempPathFactory)
 def bucketed(cases: dict[str, Int4Case]) -> dict[str, Any]:
     by_rank = run_ranks(refit_int4_in_buckets, 2, 2, [cases[name] for name in IN_BUCKETS], timeout_s=850)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(IN_BUCKETS)}
+
+
+@pytest.fixture(scope="module")
+def in_int4(tmp_path_factory: pytest.TempPathFactory) -> BesideInt4:
+    case, packed = run_alone(_write_in_int4, tmp_path_factory.mktemp("int4"), environment={})
+    return run_ranks(refit_beside_int4, 1, 1, case, packed, timeout_s=400)[0]
+
+
+def _write_in_int4(folder: Path) -> tuple[Heads, tuple[str, ...]]:
+    # Groups, Marlin's tiles, and vocabularies that SGLang pads on no rank.
+    widths = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    sizes = {"vocab_size": 128, "max_position_embeddings": 256, **widths}
+    models = write_pair("llama", folder / "llama", sizes)
+    first, second = (
+        write_head(folder / f"head{index}", index, tokens=64, sizes=sizes, mapping=0) for index in range(2)
+    )
+    packed = [shutil.copytree(path, folder / f"packed{index}") for index, path in enumerate(models)]
+    for path in packed:
+        quantize_to_int4(path, int4(32))
+    return Heads(models, (first, second), "EAGLE3"), tuple(map(str, packed))
 
 
 @pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
@@ -210,3 +243,29 @@ def test_layers_of_a_scheme_that_was_not_read_are_refused_by_name(results: Resul
 
 def test_experts_whose_shards_cut_groups_are_refused(shared: tuple[Results, list[str]]) -> None:
     assert all("mlp.experts" in one for one in shared[1])
+
+
+def test_a_head_that_sglang_has_quantized_with_the_model_is_refused_and_the_model_without_it_is_not(
+    in_int4: BesideInt4,
+) -> None:
+    assert in_int4.refused["without a head"] == ""
+    assert in_int4.refused["with one"].startswith("drafter.model.layers.0.")
+
+
+def test_the_head_of_a_model_whose_checkpoint_is_in_int4_is_refitted_as_it_is_trained(
+    in_int4: BesideInt4,
+) -> None:
+    assert {
+        "drafter.midlayer.mlp.gate_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight_packed",
+    } <= in_int4.bulk
+    assert in_int4.after_refits == [[], []]
+
+
+def test_a_model_with_a_trained_head_is_put_in_order_while_the_head_is_on_its_way(
+    in_int4: BesideInt4,
+) -> None:
+    for of_the_model, of_both in zip(in_int4.after_portions[::2], in_int4.after_portions[1::2], strict=True):
+        assert of_the_model
+        assert all(name.startswith("drafter ") for name in of_the_model)
+        assert of_both == []
