@@ -63,6 +63,7 @@ class HeadsResult:
         refused: names without which a manifest is refused, and the parameter that the error names.
         taken: names without which it is not.
         mapping: by which name another ``d2t`` was refused; empty if it was not.
+        unread: by which name an engine that read no mapping refused a manifest without any; empty if it did not.
         same_mapping: whether a ``d2t`` of zeros was taken by a head without any.
         stayed: a manifest without weights of the head left it as it was.
         told: how often the log told of that, of two such manifests.
@@ -79,6 +80,7 @@ class HeadsResult:
     refused: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     mapping: str = ""
+    unread: str = ""
     same_mapping: bool = False
     stayed: bool = False
     told: int = 0
@@ -113,8 +115,8 @@ def refit_heads(rank: int, ranks: int, cases: Sequence[Heads]) -> list[HeadsResu
     return [_one(case) for case in cases]
 
 
-def _loaded(case: Heads, index: int) -> _Pair:
-    """As SGLang's worker of a drafter loads it, and shares the model's weights with it."""
+def _loaded(case: Heads, index: int, **asked: Any) -> _Pair:
+    """As SGLang's worker of a drafter loads it, and shares the model's weights with it; ``asked``: of both, as of :func:`load_model`."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -127,7 +129,7 @@ def _loaded(case: Heads, index: int) -> _Pair:
         speculative_draft_model_path=head,
         **DRAFTING,
     )
-    served, drafter = load_model(path), load_model(path, head)
+    served, drafter = load_model(path, **asked), load_model(path, head, **asked)
     worker = object.__new__(EagleDraftWorker)
     worker.speculative_algorithm = SpeculativeAlgorithm.from_string(case.algorithm)
     worker.target_worker = SimpleNamespace(model_runner=served)
@@ -188,6 +190,7 @@ def _one(case: Heads) -> HeadsResult:
     _other_mappings(destination, a, found)
     _without(destination, pair, a, found)
     found.alike = {name for name in as_a if as_a[name].any() and torch.equal(as_a[name], as_b[name])}
+    _without_any_mapping(case, a, found)
     turn_to(case.models[0])
     fragments, misc = SglangDestination(load_model(case.models[0]), CPU).fragments(_specs(a))
     found.alone = {fragment.name for fragment in fragments} | misc.keys()
@@ -206,6 +209,18 @@ def _other_mappings(destination: SglangDraftedDestination, tensors: State, found
         destination.load_weights([(name, own + 1)])
     except RefitError as error:
         found.mapping = str(error.parameter)
+
+
+def _without_any_mapping(case: Heads, tensors: State, found: HeadsResult) -> None:
+    """Neither the engine, which starts without weights of the head, nor the trainer has one."""
+    from rlrefit.integration.errors import PlanError
+    from rlrefit.workers.engines.sglang.drafted import destination_of
+
+    destination = destination_of(_loaded(case, 0, load_format="dummy").served, CPU)
+    try:
+        destination.fragments(_specs({name: t for name, t in tensors.items() if name != f"{DRAFTER}d2t"}))
+    except PlanError as error:
+        found.unread = str(error.parameter)
 
 
 def _without(destination: SglangDraftedDestination, pair: _Pair, tensors: State, found: HeadsResult) -> None:

@@ -5,8 +5,9 @@ Marlin's one function in CUDA is :mod:`tests.marlin`'s.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ from tests.gpu.vllm_checkpoints import quantize_to_int4, read_checkpoint, write_
 from tests.gpu.vllm_trainer import CheckpointSource
 from tests.marlin import gptq_marlin_repack
 
+from .eagle_ranks import DRAFTER, Heads, _loaded, _Pair
+from .family_ranks import _load
 from .fp8_bucket_ranks import BUCKET_BYTES, BucketScene
 from .models import begin, load_model
 from .ways import WAYS, driven_in
@@ -94,6 +97,23 @@ class Int4Result:
     refused: dict[str, str]
 
 
+@dataclass
+class BesideInt4:
+    """What a rank saw of a head beside a model in INT4.
+
+    Attributes:
+        refused: where SGLang is told to take both as if they were in INT4, the parameter that the error names, by what it was asked.
+        bulk: what goes in place where the model's checkpoint is in INT4 itself.
+        after_portions: what is not as SGLang loads it, after each portion of each refit.
+        after_refits: the same after each refit.
+    """
+
+    refused: dict[str, str]
+    bulk: set[str]
+    after_portions: list[list[str]] = field(default_factory=list)
+    after_refits: list[list[str]] = field(default_factory=list)
+
+
 def written(folder: Path, group: int, *, experts: bool = False, width: int = 256, **options: Any) -> Int4Case:
     """A case with ``options`` of :class:`Int4Case`, and its checkpoints in ``folder``; ``width``: of experts."""
     trained, served = (
@@ -141,6 +161,43 @@ def refit_int4_in_buckets(
             scene.play()
             results.append((scene.differing, scene.refused, scene.taken))
     return results
+
+
+def refit_beside_int4(rank: int, ranks: int, case: Heads, packed: tuple[str, str]) -> BesideInt4:
+    """A head beside a model in INT4, which lands before the head.
+
+    Args:
+        rank: of the engine.
+        ranks: of the engine.
+        case: in BF16, all of it.
+        packed: checkpoints of its models in INT4.
+    """
+    begin(rank, case.models[0], ranks)
+    from rlrefit.workers.engines.common.loader_trace.quantized import on_the_wire
+    from rlrefit.workers.engines.sglang.drafted import destination_of
+
+    specs, in_int4 = _specs(case.tensors(0)), replace(case, models=packed)
+    with kernels(Int4Case(case.models, packed)):
+        refused = _refused_in_int4(case, specs)
+        pair, expected = _loaded(in_int4, 0), [_loaded(in_int4, index).state() for index in (0, 1)]
+        destination = destination_of(pair.served, CPU)
+        wire = on_the_wire(specs, destination.quantized(specs))
+        fragments, misc = destination.fragments(wire)
+        found = BesideInt4(refused, {fragment.name for fragment in fragments})
+        portions = {fragment.name: int(fragment.name.startswith(DRAFTER)) for fragment in fragments}
+        destination.expect(portions)
+        for index in (1, 0):
+            tensors = in_int4.tensors(index)
+            pair.poison()
+            for portion in (0, 1):
+                for fragment in fragments:
+                    if portions[fragment.name] == portion:
+                        fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
+                destination.landed(portion)
+                found.after_portions.append(_wrong(pair, expected[index]))
+            _load(destination, tensors, list(misc))
+            found.after_refits.append(_wrong(pair, expected[index]))
+    return found
 
 
 class _Partly(CheckpointSource):
@@ -236,6 +293,42 @@ def kernels(case: Int4Case) -> Iterator[None]:
         yield
 
 
+def _without_memory() -> AbstractContextManager[Any]:
+    """SGLang's steps after loading find too little on the device."""
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsLinearMethod,
+    )
+
+    return mock.patch.object(
+        CompressedTensorsLinearMethod,
+        "process_weights_after_loading",
+        side_effect=torch.OutOfMemoryError("CUDA out of memory"),
+    )
+
+
+def _wrong(pair: _Pair, expected: State) -> list[str]:
+    """What differs of what is computed with; weights' shapes never travel."""
+    return [name for name in differing(pair.state(), expected) if not name.endswith("_shape")]
+
+
+def _refused_in_int4(case: Heads, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """The parameter that an error names where SGLang takes model and head as if both were in INT4, by what it was asked for."""
+    from rlrefit.integration.errors import PlanError
+    from rlrefit.workers.engines.sglang.drafted import destination_of
+
+    as_if = json.dumps({"quantization_config": int4(32)})
+    live = _loaded(case, 0, load_format="dummy", json_model_override_args=as_if)
+    destination, refused = destination_of(live.served, CPU), {}
+    without_head = [spec for spec in specs if not spec.name.startswith(DRAFTER)]
+    for asked, manifest in (("without a head", without_head), ("with one", specs)):
+        try:
+            destination.quantized(manifest)
+            refused[asked] = ""
+        except PlanError as error:
+            refused[asked] = str(error.parameter)
+    return refused
+
+
 def _repack_expert(
     codes: torch.Tensor, perm: torch.Tensor, size_k: int, size_n: int, num_bits: int
 ) -> torch.Tensor:
@@ -254,10 +347,12 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
         asked = {"BF16": trained[0], "packed": _specs(packed[0])}
         refused = {brought: refusal(destination.fragments, specs) for brought, specs in asked.items()}
         return Int4Result({}, [], {}, {}, {}, [], [], refused)
+    with _without_memory():
+        too_little = refusal(destination.quantized, trained[0])
     own = destination.quantized(trained[0])
     wire = [_on_the_wire(read_checkpoint(path), own) for path in case.trained]
     specs = _specs(wire[0])
-    refused = {"BF16": refusal(destination.fragments, trained[0])}
+    refused = {"BF16": refusal(destination.fragments, trained[0]), "too little memory": too_little}
     some = next(name for name in own if name.endswith("o_proj.weight"))
     for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = [spec for spec in specs if spec.name != left_out]

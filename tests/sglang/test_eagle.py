@@ -137,6 +137,14 @@ def test_a_mapping_of_other_tokens_than_sglang_drafts_with_is_refused_by_name(
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_head_of_fewer_tokens_is_refused_where_neither_side_has_a_mapping(
+    results: Results, case: str
+) -> None:
+    fewer = CASES[case][3] is not None
+    assert all(rank.unread == ("drafter.d2t" if fewer else "") for rank in results[case])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_an_engine_without_the_head_takes_the_model(results: Results, case: str) -> None:
     for rank in results[case]:
         assert rank.alone == {name for name in rank.bulk if not name.startswith("drafter.")}

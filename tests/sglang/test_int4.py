@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,23 @@ import pytest
 
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.config.load import load_config
-from rlrefit.recipes.rollout.arguments import sglang_arguments
+from rlrefit.recipes.rollout.arguments import int4, sglang_arguments
 from rlrefit.workers.engines.sglang.loader import LOADER
-from tests.spawn import run_ranks
+from tests.families.checkpoints import write_pair
+from tests.families.eagle import write_head
+from tests.gpu.vllm_checkpoints import quantize_to_int4
+from tests.spawn import run_alone, run_ranks
 
-from .int4_ranks import Int4Case, Int4Result, refit_int4, refit_int4_in_buckets, written
+from .eagle_ranks import Heads
+from .int4_ranks import (
+    BesideInt4,
+    Int4Case,
+    Int4Result,
+    refit_beside_int4,
+    refit_int4,
+    refit_int4_in_buckets,
+    written,
+)
 from .ways import WAYS
 
 pytestmark = [
@@ -31,8 +46,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense, 128": (128, {}),
     "experts, Marlin, 32": (32, {"experts": True}),
     "experts, Marlin, 128": (128, {"experts": True}),
-    "dense, as in a recipe": (64, {"started": True}),
-    "experts, as in a recipe": (64, {"experts": True, "started": True}),
+    "dense, as in a recipe": (64, {"in_a_recipe": True}),
+    "experts, as in a recipe": (64, {"experts": True, "in_a_recipe": True}),
     "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
     "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
 }
@@ -60,17 +75,20 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
     for name, (group, options) in LISTED.items():
-        started = {"started": _as_in_a_recipe(group)} if "started" in options else {}
-        found[name] = written(folder / name, group, **options | started)
+        written_by = {option: value for option, value in options.items() if option != "in_a_recipe"}
+        case = written(folder / name, group, **written_by)
+        found[name] = _as_in_a_recipe(case, group) if "in_a_recipe" in options else case
     return found
 
 
-def _as_in_a_recipe(group: int) -> dict[str, str]:
-    """How a recipe has SGLang take a checkpoint in BF16."""
+def _as_in_a_recipe(case: Int4Case, group: int) -> Int4Case:
+    """The case with SGLang started as a recipe starts it from the checkpoint in BF16."""
     keys = ("generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true", "ray.address=auto")
     config = load_config("grpo_tiny_sglang", [*keys, f"generation.weight_group={group}"])
-    arguments = sglang_arguments(config, None, 1, 0)
-    return {name: arguments[name] for name in ("json_model_override_args", "load_format")}
+    hf_config = json.loads((Path(case.trained[0]) / "config.json").read_text())
+    arguments = sglang_arguments(config, hf_config, 1, 0)
+    started = {name: arguments[name] for name in ("json_model_override_args", "load_format")}
+    return replace(case, started=started, runner=arguments.get("moe_runner_backend", case.runner))
 
 
 def _refitted(ranks: int, cases: dict[str, Int4Case], cut: Int4Case | None) -> tuple[Results, list[str]]:
@@ -98,9 +116,39 @@ def bucketed(cases: dict[str, Int4Case]) -> dict[str, Any]:
     return {name: [found[i] for found in by_rank] for i, name in enumerate(IN_BUCKETS)}
 
 
+@pytest.fixture(scope="module")
+def in_int4(tmp_path_factory: pytest.TempPathFactory) -> BesideInt4:
+    case, packed = run_alone(_write_in_int4, tmp_path_factory.mktemp("int4"), environment={})
+    return run_ranks(refit_beside_int4, 1, 1, case, packed, timeout_s=400)[0]
+
+
+def _write_in_int4(folder: Path) -> tuple[Heads, tuple[str, ...]]:
+    # Groups, Marlin's tiles, and vocabularies that SGLang pads on no rank.
+    widths = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    sizes = {"vocab_size": 128, "max_position_embeddings": 256, **widths}
+    models = write_pair("llama", folder / "llama", sizes)
+    first, second = (
+        write_head(folder / f"head{index}", index, tokens=64, sizes=sizes, mapping=0) for index in range(2)
+    )
+    packed = [shutil.copytree(path, folder / f"packed{index}") for index, path in enumerate(models)]
+    for path in packed:
+        quantize_to_int4(path, int4(32))
+    return Heads(models, (first, second), "EAGLE3"), tuple(map(str, packed))
+
+
 @pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
 def results(request: pytest.FixtureRequest) -> Results:
     return request.getfixturevalue("alone") if request.param == 1 else request.getfixturevalue("shared")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_computed_with_by_what_the_case_or_its_recipe_asks_for(
+    cases: dict[str, Int4Case], case: str
+) -> None:
+    in_a_recipe = "marlin" if "experts" in CASES[case][1] else "auto"
+    assert cases[case].runner == (
+        in_a_recipe if "in_a_recipe" in CASES[case][1] else CASES[case][1].get("runner", "auto")
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -165,6 +213,14 @@ def test_weights_without_their_scales_and_scales_without_their_codes_are_refused
     assert all(told in rank.refused[brought] for rank in results[case])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_refit_without_memory_to_ask_sglang_is_refused_with_the_setting_and_a_later_one_is_taken(
+    results: Results, case: str
+) -> None:
+    # The case's refits come later.
+    assert all("mem_fraction_static" in rank.refused["too little memory"] for rank in results[case])
+
+
 @pytest.mark.parametrize("case", IN_BUCKETS)
 def test_buckets_bring_the_bytes_that_sglang_loads_from_a_checkpoint(
     bucketed: dict[str, Any], case: str
@@ -187,3 +243,29 @@ def test_layers_of_a_scheme_that_was_not_read_are_refused_by_name(results: Resul
 
 def test_experts_whose_shards_cut_groups_are_refused(shared: tuple[Results, list[str]]) -> None:
     assert all("mlp.experts" in one for one in shared[1])
+
+
+def test_a_head_that_sglang_has_quantized_with_the_model_is_refused_and_the_model_without_it_is_not(
+    in_int4: BesideInt4,
+) -> None:
+    assert in_int4.refused["without a head"] == ""
+    assert in_int4.refused["with one"].startswith("drafter.model.layers.0.")
+
+
+def test_the_head_of_a_model_whose_checkpoint_is_in_int4_is_refitted_as_it_is_trained(
+    in_int4: BesideInt4,
+) -> None:
+    assert {
+        "drafter.midlayer.mlp.gate_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight_packed",
+    } <= in_int4.bulk
+    assert in_int4.after_refits == [[], []]
+
+
+def test_a_model_with_a_trained_head_is_put_in_order_while_the_head_is_on_its_way(
+    in_int4: BesideInt4,
+) -> None:
+    for of_the_model, of_both in zip(in_int4.after_portions[::2], in_int4.after_portions[1::2], strict=True):
+        assert of_the_model
+        assert all(name.startswith("drafter ") for name in of_the_model)
+        assert of_both == []

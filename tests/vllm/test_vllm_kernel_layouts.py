@@ -133,6 +133,19 @@ def test_what_is_more_than_another_order_is_refused_with_the_reason(
         KernelLayouts(VllmConfig(), CPU).of(experts("cpu", packed), experts("meta"))
 
 
+def test_a_step_without_memory_is_told_as_that_and_asked_again():
+    left = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def packed(layer: nn.Module) -> None:
+        if left:
+            raise left.pop()
+
+    layouts, live = KernelLayouts(VllmConfig(), CPU), experts("cpu", packed)
+    with pytest.raises(NotRearranged, match="gpu_memory_utilization"):
+        layouts.of(live, experts("meta"))
+    assert layouts.of(live, experts("meta")) == {}
+
+
 def test_kernels_that_have_not_been_run_are_not_asked():
     layouts = KernelLayouts(VllmConfig(), CPU)
     other = experts("cpu")

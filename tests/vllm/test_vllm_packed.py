@@ -356,13 +356,16 @@ class _Refused(Nvfp4):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "told"),
+    ("kind", "text", "told", "times"),
     [
-        (torch.OutOfMemoryError, "CUDA out of memory", "gpu_memory_utilization"),
-        (NotRearranged, "it does more", "it does more"),
+        (torch.OutOfMemoryError, "CUDA out of memory", "gpu_memory_utilization", 2),
+        (NotRearranged, "it does more", "it does more", 1),
     ],
+    ids=["another time there may be more memory", "it is so of the kind"],
 )
-def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(kind, text, told, monkeypatch):
+def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(
+    kind, text, told, times, monkeypatch
+):
     refused = _Refused(kind, text)
     monkeypatch.setattr(packed_layers, "_FORMATS", (refused,))
     live = nn.Linear(2, 2)
@@ -371,5 +374,5 @@ def test_layers_that_cant_be_asked_about_take_vllms_reload_and_keep_no_tensors(k
     for _ in range(2):
         with pytest.raises(NotRearranged, match=told):
             layers.of(live, live)
-    [tensor] = refused.asked_with
-    assert tensor() is None
+    assert len(refused.asked_with) == times
+    assert all(tensor() is None for tensor in refused.asked_with)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -22,6 +22,7 @@ from torch import nn
 from ....integration.errors import PlanError, RefitError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
+from ....integration.weights.endpoints import working_on_portions
 from ....integration.weights.manifest import TensorSpec
 from ...drafter_names import DRAFTER, of_drafter, prefixed, prefixed_fragments
 from .loader_trace.trace import LoaderTrace, Manifest
@@ -352,6 +353,22 @@ class DraftedDestination[Served: TracedDestination[Any, Any, Any], Drafter: Besi
                     fragment.name, "the drafter holds another part of it than the model that it drafts for"
                 )
         return [fragment for fragment in found if fragment.name not in reasons], reasons
+
+    @property
+    def works_on_portions(self) -> bool:
+        """Whether the served model has such work. The drafter's copies are of what has landed, before it is put in order."""
+        return not self._copies and working_on_portions(self._served) is not None
+
+    def expect(self, portions: Mapping[str, int]) -> None:
+        """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.expect`, of the served model, which takes none of the drafter's
+        names. What the drafter makes of its own weights it makes at the end."""
+        if (served := working_on_portions(self._served)) is not None:
+            served.expect(portions)
+
+    def landed(self, portion: int) -> None:
+        """As :meth:`~rlrefit.integration.weights.endpoints.WorksOnPortions.landed`, of the served model."""
+        if (served := working_on_portions(self._served)) is not None:
+            served.landed(portion)
 
     def routes(self, specs: Manifest) -> Routes:
         """As :meth:`TracedDestination.routes`: the drafter's parameters follow the served model's."""

@@ -31,6 +31,7 @@ from .layouts import SglangLayout
 
 # For each token of an EAGLE-3 head's vocabulary how far its number is from the model's.
 _MAPPING: Final = "d2t"
+_HEAD: Final = "lm_head.weight"
 
 
 class SglangDrafterDestination(BesideServed, SglangDestination):
@@ -70,16 +71,34 @@ class SglangEagleDestination(SglangDrafterDestination):
         drafter: its ``ModelRunner``.
         served: the model that it drafts for, whose tensors are not the drafter's own.
         tokens: as of :func:`~.drafters.tokens_of_drafter`.
+        vocabulary: how many tokens the model has.
         device: where the parameters live.
+
+    Raises:
+        PlanError: the head is quantized.
     """
 
     def __init__(
-        self, drafter: Any, served: nn.Module, tokens: torch.Tensor | None, device: torch.device
+        self,
+        drafter: Any,
+        served: nn.Module,
+        tokens: torch.Tensor | None,
+        vocabulary: int,
+        device: torch.device,
     ) -> None:
+        self._vocabulary = vocabulary
         mapping = None if tokens is None else tokens.cpu() - torch.arange(len(tokens))
-        # None is that of a head with the model's tokens in the model's order: zeros.
+        # None is that of a head whose tokens are the model's first ones in the model's order: zeros.
         self._mapping = mapping if mapping is not None and mapping.any() else None
         super().__init__(drafter, served, device)
+        if quantized := self._blocks():
+            raise PlanError(
+                f"this engine's head holds it quantized ({len(quantized)} such modules), and refits bring heads as they are trained, of which "
+                "no codes are made. SGLang applies a quantization_config of json_model_override_args to the head too. Nothing was written; "
+                "start SGLang from a checkpoint that is quantized itself, without that one, and from a head that is not",
+                stage="trace",
+                parameter=min(quantized),
+            )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         super()._load(self._but_mapping(weights))
@@ -88,7 +107,7 @@ class SglangEagleDestination(SglangDrafterDestination):
         for name, tensor in weights:
             if _MAPPING not in name:
                 yield name, tensor
-            elif not self._is_served(tensor):
+            elif not self._drafts_by(tensor):
                 raise RefitError(
                     "it maps the head's tokens to others of the model than this engine's worker does, which reads the mapping once, at its "
                     "start: the head would draft by one and be trained by another. The engine generates again after a refit that "
@@ -98,7 +117,7 @@ class SglangEagleDestination(SglangDrafterDestination):
                     parameter=name,
                 )
 
-    def _is_served(self, mapping: torch.Tensor) -> bool:
+    def _drafts_by(self, mapping: torch.Tensor) -> bool:
         if self._mapping is None:
             return not mapping.any()
         return torch.equal(mapping.cpu().to(self._mapping.dtype), self._mapping)
@@ -120,15 +139,24 @@ class SglangEagleDestination(SglangDrafterDestination):
 
     def _check(self, traced: Traced[SglangLayout, HoldsCodes]) -> None:
         super()._check(traced)
-        if self._mapping is not None and not any(_MAPPING in name for name, *_ in traced.manifest):
+        own_tokens = self._mapping is not None or self._knows_fewer_tokens(traced)
+        if own_tokens and not any(_MAPPING in name for name, *_ in traced.manifest):
             raise PlanError(
-                "the trainer does not send it, and this engine's head has tokens of the model in an order of its own, so that nothing tells "
-                "whether the trainer's head has the same. Nothing was written; keep d2t in the head's state dict (a persistent buffer)",
+                "the trainer does not send it, and this engine's head knows fewer tokens than the model, or has them in an order of its "
+                "own, so that nothing tells whether the trainer's head has the same. Nothing was written; keep d2t in the head's state "
+                "dict (a persistent buffer)",
                 stage="trace",
                 parameter=_MAPPING,
             )
         tell_of_left_out(
             self._left_out(traced.trace), "as SGLang has it whatever the drafter's checkpoint has", ""
+        )
+
+    def _knows_fewer_tokens(self, traced: Traced[SglangLayout, HoldsCodes]) -> bool:
+        """Whether the head's own ``lm_head`` has fewer rows than the model has tokens."""
+        return any(
+            name.endswith(_HEAD) and traced.trace.touched[name] and shape[0] < self._vocabulary
+            for name, shape, _ in traced.manifest
         )
 
 
@@ -178,7 +206,8 @@ def destination_of(runner: Any, device: torch.device) -> SglangDestination | Sgl
     if may_be_trained(runner):
 
         def make() -> SglangEagleDestination:
-            return SglangEagleDestination(drafter, runner.model, tokens_of_drafter(runner), device)
+            tokens, vocabulary = tokens_of_drafter(runner), runner.model_config.vocab_size
+            return SglangEagleDestination(drafter, runner.model, tokens, vocabulary, device)
 
         return SglangDraftedDestination(served, TrainedDrafter(make), partial(filter, of_drafter), tell)
     tell()

@@ -141,8 +141,10 @@ class SglangPackedLayers(PackedLayers):
         try:
             with self._device, torch.no_grad():
                 module.quant_method.process_weights_after_loading(module)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
-            # Too little memory for other weights, or a state that they do not find.
+            # A state that other weights do not find, say.
             raise NotRearranged(
                 f"SGLang's processing of other weights failed: {type(error).__name__}: {error}"
             ) from error

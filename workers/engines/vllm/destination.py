@@ -32,7 +32,7 @@ from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import NumbersStayReal
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
-from ..common.packed.destination import PackedDestination, PackedRoutes, apart_of, packed_forms
+from ..common.packed.destination import PackedDestination, PackedRoutes, packed_forms, split_name
 from ..common.packed.int4 import Int4Weights
 from ..common.traced_destination import Routes, Traced
 from .compat import FP8, INT4, require_supported_vllm
@@ -185,9 +185,9 @@ class VllmDestination(PackedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         """As :attr:`TracedDestination.has_trainable_drafter`, on this stage or on the last one."""
         return may_be_trained(self._vllm_config)
 
-    def _unused(self) -> frozenset[str]:
-        """Names of parameters that need not come."""
-        return self._idle()
+    def _needless(self) -> frozenset[str]:
+        """Names of parameters that need not come, although something computes with them."""
+        return frozenset()
 
     def _check(self, traced: Traced[VllmLayout, HoldsCodes]) -> None:
         check_follows(self._vllm_config, traced.trace)
@@ -196,7 +196,7 @@ class VllmDestination(PackedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
             traced.owners,
             self._model,
             traced.after,
-            unused=self._unused(),
+            unused=self._idle() | self._needless(),
             dummy=self._vllm_config.load_config.load_format == "dummy",
         )
 
@@ -208,7 +208,7 @@ class VllmDestination(PackedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
         landings: dict[tuple[str, str], list[Landing]] = defaultdict(list)
         for found in routes.landings.values():
             for landing in found:
-                landings[apart_of(landing.parameter)].append(landing)
+                landings[split_name(landing.parameter)].append(landing)
         rest: dict[tuple[str, str], list[Box]] = {}
         for module, form in padded.items():
             for name, (shape, dtype) in form.loaded.items():

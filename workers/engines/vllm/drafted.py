@@ -80,9 +80,6 @@ class EagleDestination(DrafterDestination):
         self._shared = super()._held_by_others(twin) | {name for name in names if name.startswith(at)}
         return self._shared
 
-    def _unused(self) -> frozenset[str]:
-        return super()._unused() | self._needless()
-
     def _needless(self) -> frozenset[str]:
         """The mapping of a head that has all tokens: vLLM makes zeros where a checkpoint has none."""
         mapping = tensor_at(self._model, _MAPPING)

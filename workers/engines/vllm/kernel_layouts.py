@@ -125,6 +125,7 @@ def processed(
 
     Raises:
         NotRearranged: vLLM's step failed.
+        torch.OutOfMemoryError: the device has too little memory for it.
     """
     module = apart(live)
     module._parameters = {
@@ -135,8 +136,10 @@ def processed(
     try:
         with set_current_vllm_config(vllm_config), device, torch.no_grad():
             method.process_weights_after_loading(module)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
-        # Too little memory for other weights, or a state that they do not find.
+        # A state that other weights do not find, say.
         raise NotRearranged(
             f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
         ) from error

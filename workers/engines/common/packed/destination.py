@@ -90,7 +90,7 @@ class PackedDestination[Found: PackedRoutes, Layout: PackedLayout, Blocks: Holds
         if self._making is None:
             return {}
         reasons = {
-            spec.name: self._making.rewrites(*apart_of(at.parameter))
+            spec.name: self._making.rewrites(*split_name(at.parameter))
             for spec in specs
             for at in self._agreed().landings.get(spec.name, ())
         }
@@ -108,10 +108,10 @@ class PackedDestination[Found: PackedRoutes, Layout: PackedLayout, Blocks: Holds
         self._expects = self._making, portions
         routes = self._agreed()
         # Zeros are written at the end.
-        last: dict[str, int | None] = dict.fromkeys(apart_of(zeros.parameter)[0] for zeros in routes.zeros)
+        last: dict[str, int | None] = dict.fromkeys(split_name(zeros.parameter)[0] for zeros in routes.zeros)
         for name, landings in routes.landings.items():
             portion = portions.get(name)
-            for module in {apart_of(landing.parameter)[0] for landing in landings}:
+            for module in {split_name(landing.parameter)[0] for landing in landings}:
                 before = last.setdefault(module, portion)
                 last[module] = None if before is None or portion is None else max(before, portion)
         self._making.expect({module: portion for module, portion in last.items() if portion is not None})
@@ -142,13 +142,13 @@ class PackedDestination[Found: PackedRoutes, Layout: PackedLayout, Blocks: Holds
         idle = self._idle()
         found = {}
         for name, touched in trace.touched.items():
-            modules = {apart_of(parameter)[0] for parameter in touched}
+            modules = {split_name(parameter)[0] for parameter in touched}
             if touched and touched <= idle and all(m in layouts and layouts[m].packed for m in modules):
                 found[name] = min(modules)
         return found
 
     def _target(self, place: Landing | Zeros) -> torch.Tensor:
-        packed = None if self._making is None else self._making.landing(*apart_of(place.parameter))
+        packed = None if self._making is None else self._making.landing(*split_name(place.parameter))
         return super()._target(place) if packed is None else packed
 
     def _make_packed(self) -> None:
@@ -163,7 +163,7 @@ def packed_forms(layouts: Mapping[str, PackedLayout]) -> dict[str, PackedForm]:
     return {name: layout.packed for name, layout in layouts.items() if layout.packed is not None}
 
 
-def apart_of(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """A parameter's module, and its name there."""
     module, _, parameter = name.rpartition(".")
     return module, parameter

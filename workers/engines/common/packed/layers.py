@@ -97,6 +97,7 @@ class PackedLayers(ABC):
 
         Raises:
             NotRearranged: the step failed, or made other tensors beside the parameters.
+            torch.OutOfMemoryError: the device has too little memory for it.
         """
 
     @abstractmethod
@@ -244,19 +245,20 @@ def asked_once[Found](known: dict[Hashable, Found | str], key: Hashable, find: C
         find: finds it out.
 
     Raises:
-        NotRearranged: nothing can be, now as before; says why.
+        NotRearranged: nothing can be, or not with the memory that is left; says why.
     """
-    if key not in known:
+    found = known.get(key)
+    if found is None:
         try:
-            known[key] = find()
+            found = known[key] = find()
         except NotRearranged as reason:
-            known[key] = str(reason)
+            found = known[key] = str(reason)
         except torch.OutOfMemoryError:
-            known[key] = (
+            # Not known of the kind: when it is asked again there may be more memory.
+            found = (
                 "the device has too little memory left to find out what the engine makes of it: several times that of one such layer; "
                 "start the engine with less memory for its cache (vLLM's gpu_memory_utilization, SGLang's mem_fraction_static)"
             )
-    found = known[key]
     if isinstance(found, str):
         raise NotRearranged(found)
     return found
