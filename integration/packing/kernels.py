@@ -82,14 +82,19 @@ def copy_segments(
 
 
 @triton.jit
+def bits_to_bf16(x):
+    """The bits of FP32 numbers, no NaN, of which the upper half is the nearest BF16."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return bits + 0x7FFF + ((bits >> 16) & 1)
+
+
+@triton.jit
 def to_bf16(x):
     """FP32 to the nearest BF16, ties to even, as torch rounds on a CPU (``c10/util/BFloat16.h``), NaN included.
 
     Triton's interpreter cuts the bits off instead.
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.where(x == x, bits_to_bf16(x) >> 16, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

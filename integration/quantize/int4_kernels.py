@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..packing.kernels import bits_to_bf16
 from .fp8_kernels import read_row
 from .nvfp4_kernels import LEAST, in_fp32, quotient
 
@@ -17,9 +18,7 @@ from .nvfp4_kernels import LEAST, in_fp32, quotient
 def _rounded(x, KIND: tl.constexpr):
     """Finite FP32 numbers rounded to those of a type, in FP32."""
     if tl.bfloat16 == KIND:
-        # As to_bf16 does, which knows NaN too.
-        bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        x = (bits_to_bf16(x) & 0xFFFF0000).to(tl.float32, bitcast=True)
     elif tl.float16 == KIND:
         x = x.to(tl.float16).to(tl.float32)
     return x
