@@ -212,7 +212,8 @@ def _merge(
             rank=channel.world.rank,
         )
     wanted = stored.pop(asked)
-    for setting, format in stored.items():
+    if stored:
+        setting, format = next(iter(stored.items()))
         index = int(np.flatnonzero(chosen == known.index(format))[0])
         raise RefitMismatch(
             f"{channel.world.describe(int(first[index]))} stores it as {format}, which the trainer makes by "
