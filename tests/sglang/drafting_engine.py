@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from rlrefit.integration.errors import EngineDirty
 from rlrefit.recipes.rollout.sglang import SglangActor
 from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.families.chains import successors
@@ -23,6 +24,7 @@ from tests.fp8_refits import poison
 from .real_engine import settings_for
 
 if TYPE_CHECKING:
+    from rlrefit.workers.engines.sglang.sender import SglangSender
     from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
 
 DIGESTS = f"{__name__}.serve_digests"
@@ -183,6 +185,19 @@ class Drafting:
     def poison(self) -> None:
         """Not-a-number in all parameters of both models."""
         self.refit.calls.ask("poison")
+
+    def require_refit_after_a_sleep(self, sender: SglangSender, source: Any) -> None:
+        """Nothing is generated after a sleep before a refit, which brings the first weights to both models."""
+        self.refit.sleep()
+        self.refit.wake(["weights"])
+        with pytest.raises(EngineDirty):
+            self.refit.require_servable()
+        self.poison()
+        source.take_on(0)
+        sender.refit(12)
+        self.refit.wake(["kv_cache"])
+        assert self.digests() == self.expected[0]
+        assert self.drafts(0) == 0
 
     def drafts(self, chain: int) -> float:
         """The share of drafts that were accepted; tokens have to be of a checkpoint's chain."""

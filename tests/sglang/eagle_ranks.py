@@ -14,7 +14,7 @@ import torch
 from tests.fp8_refits import State, differing, poison
 from tests.gpu.vllm_checkpoints import read_checkpoint
 
-from .family_ranks import CPU, _load, _state
+from .family_ranks import CPU, load_by_sglang, state_of
 from .models import begin, load_model, turn_to
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class HeadsResult:
 
 
 @dataclass
-class _Pair:
+class Pair:
     """What a refit uses of the runners of a model and of its head."""
 
     served: Any
@@ -97,7 +97,9 @@ class _Pair:
 
     def state(self) -> State:
         models = {"served": self.served.model, "drafter": self.drafter.model}
-        return {f"{which} {name}": t for which, model in models.items() for name, t in _state(model).items()}
+        return {
+            f"{which} {name}": t for which, model in models.items() for name, t in state_of(model).items()
+        }
 
     def poison(self) -> None:
         poison((*self.served.model.parameters(), *self.drafter.model.parameters()))
@@ -115,7 +117,7 @@ def refit_heads(rank: int, ranks: int, cases: Sequence[Heads]) -> list[HeadsResu
     return [_one(case) for case in cases]
 
 
-def _loaded(case: Heads, index: int, **asked: Any) -> _Pair:
+def loaded_pair(case: Heads, index: int, **asked: Any) -> Pair:
     """As SGLang's worker of a drafter loads it, and shares the model's weights with it; ``asked``: of both, as of :func:`load_model`."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -143,7 +145,7 @@ def _loaded(case: Heads, index: int, **asked: Any) -> _Pair:
         _request_dispatcher=SimpleNamespace(_mapping=defaultdict(lambda: print)),
     )
     know_drafter(scheduler)
-    return _Pair(served, drafter)
+    return Pair(served, drafter)
 
 
 def _specs(tensors: State) -> list[TensorSpec]:
@@ -156,8 +158,8 @@ def _one(case: Heads) -> HeadsResult:
     from rlrefit.workers.engines.sglang.destination import SglangDestination
     from rlrefit.workers.engines.sglang.drafted import SglangDraftedDestination, destination_of
 
-    pair = _loaded(case, 0)
-    as_a, as_b = pair.state(), _loaded(case, 1).state()
+    pair = loaded_pair(case, 0)
+    as_a, as_b = pair.state(), loaded_pair(case, 1).state()
     a, b = case.tensors(0), case.tensors(1)
     destination = destination_of(pair.served, CPU)
     assert isinstance(destination, SglangDraftedDestination)
@@ -176,16 +178,16 @@ def _one(case: Heads) -> HeadsResult:
         pair.poison()
         for fragment in fragments:
             fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
-        _load(destination, tensors, list(misc))
+        load_by_sglang(destination, tensors, list(misc))
         found.differing[occasion] = differing(pair.state(), expected)
     # What a trainer can't place comes this way, wherever SGLang would have taken it in place.
     pair.poison()
-    _load(destination, b, list(b))
+    load_by_sglang(destination, b, list(b))
     found.differing["all through the loader"] = differing(pair.state(), as_b)
     pair.poison()
     bucketed = destination_of(pair.served, CPU)
     assert not bucketed.loads_alone(_specs(a))
-    _load(bucketed, a, list(a))
+    load_by_sglang(bucketed, a, list(a))
     found.differing["in buckets"] = differing(pair.state(), as_a)
     _other_mappings(destination, a, found)
     _without(destination, pair, a, found)
@@ -216,14 +218,14 @@ def _without_any_mapping(case: Heads, tensors: State, found: HeadsResult) -> Non
     from rlrefit.integration.errors import PlanError
     from rlrefit.workers.engines.sglang.drafted import destination_of
 
-    destination = destination_of(_loaded(case, 0, load_format="dummy").served, CPU)
+    destination = destination_of(loaded_pair(case, 0, load_format="dummy").served, CPU)
     try:
         destination.fragments(_specs({name: t for name, t in tensors.items() if name != f"{DRAFTER}d2t"}))
     except PlanError as error:
         found.unread = str(error.parameter)
 
 
-def _without(destination: SglangDraftedDestination, pair: _Pair, tensors: State, found: HeadsResult) -> None:
+def _without(destination: SglangDraftedDestination, pair: Pair, tensors: State, found: HeadsResult) -> None:
     """Manifests without one weight of the head, and without any."""
     from rlrefit.integration.errors import PlanError
 
@@ -235,10 +237,10 @@ def _without(destination: SglangDraftedDestination, pair: _Pair, tensors: State,
         except PlanError as error:
             found.refused[name] = str(error.parameter)
     rest = {name: tensor for name, tensor in tensors.items() if name not in drafted}
-    before = _state(pair.drafter.model)
+    before = state_of(pair.drafter.model)
     with patch("rlrefit.workers.engines.sglang.drafters.logger") as log:
         for _ in range(2):
             _, misc = destination.fragments(_specs(rest))
-            _load(destination, rest, list(misc))
-    found.stayed = differing(_state(pair.drafter.model), before) == []
+            load_by_sglang(destination, rest, list(misc))
+    found.stayed = differing(state_of(pair.drafter.model), before) == []
     found.told = log.warning.call_count

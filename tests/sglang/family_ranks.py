@@ -76,7 +76,7 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
 
     live = load_model(path_a)
     a, b = read_checkpoint(path_a), read_checkpoint(path_b)
-    as_a, as_b = _state(live.model), _state(load_model(path_b).model)
+    as_a, as_b = state_of(live.model), state_of(load_model(path_b).model)
     names = [name for name, _ in live.model.named_parameters()]
     places = {name: parameter.data_ptr() for name, parameter in live.model.named_parameters()}
     # A norm as Llama 4's of queries and keys, of which no checkpoint has anything.
@@ -93,14 +93,14 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
         poison((*live.model.parameters(), ones.weight))
         for fragment in fragments:
             fragment.view.copy_(tensors[fragment.name][tuple(slice(*side) for side in fragment.box)])
-        _load(destination, tensors, list(misc))
-        wrong[occasion] = differing(_state(live.model), expected)
+        load_by_sglang(destination, tensors, list(misc))
+        wrong[occasion] = differing(state_of(live.model), expected)
     # What a trainer can't place comes this way, wherever SGLang would have taken it in place.
     poison(live.model.parameters())
     # A drafter that is trained beside the model comes with it, and has names that no loader of SGLang's knows.
     sent = b | {"drafter.midlayer.self_attn.q_proj.weight": torch.zeros(4, 4)}
-    _load(destination, sent, list(sent))
-    wrong["all through the loader"] = differing(_state(live.model), as_b)
+    load_by_sglang(destination, sent, list(sent))
+    wrong["all through the loader"] = differing(state_of(live.model), as_b)
     # As buckets are loaded, in which SGLang writes all that it can without being asked.
     poison(live.model.parameters())
     bucketed = SglangDestination(live, CPU)
@@ -108,7 +108,7 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
     with torch.no_grad():
         (bucketed.load_weights if placing else live.model.load_weights)(iter(a.items()))
     bucketed.finish(0)
-    wrong["in buckets"] = differing(_state(live.model), as_a)
+    wrong["in buckets"] = differing(state_of(live.model), as_a)
     bulk = list(dict.fromkeys(fragment.name for fragment in fragments))
     return FamilyResult(
         bulk=bulk,
@@ -154,7 +154,7 @@ def _refusals(
     return found
 
 
-def _load(destination: SglangDestination, tensors: State, names: Sequence[str]) -> None:
+def load_by_sglang(destination: SglangDestination, tensors: State, names: Sequence[str]) -> None:
     """The misc path, and the end of a refit; through one staging buffer that is reused, as a broadcast would."""
     for start in range(0, len(names), 3):
         staged = [(name, tensors[name].clone()) for name in names[start : start + 3]]
@@ -163,7 +163,7 @@ def _load(destination: SglangDestination, tensors: State, names: Sequence[str]) 
     destination.finish(0)
 
 
-def _state(model: torch.nn.Module) -> State:
+def state_of(model: torch.nn.Module) -> State:
     """Bytes of parameters and buffers, and of tensors beside them, such as the absorbed projections of latent attention."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, module in model.named_modules():

@@ -37,8 +37,8 @@ from tests.gpu.vllm_checkpoints import quantize_to_int4, read_checkpoint, write_
 from tests.gpu.vllm_trainer import CheckpointSource
 from tests.marlin import gptq_marlin_repack
 
-from .eagle_ranks import DRAFTER, Heads, _loaded, _Pair
-from .family_ranks import _load
+from .eagle_ranks import DRAFTER, Heads, Pair, loaded_pair
+from .family_ranks import load_by_sglang
 from .fp8_bucket_ranks import BUCKET_BYTES, BucketScene
 from .models import begin, load_model
 from .ways import WAYS, driven_in
@@ -179,7 +179,7 @@ def refit_beside_int4(rank: int, ranks: int, case: Heads, packed: tuple[str, str
     specs, in_int4 = _specs(case.tensors(0)), replace(case, models=packed)
     with kernels(Int4Case(case.models, packed)):
         refused = _refused_in_int4(case, specs)
-        pair, expected = _loaded(in_int4, 0), [_loaded(in_int4, index).state() for index in (0, 1)]
+        pair, expected = loaded_pair(in_int4, 0), [loaded_pair(in_int4, index).state() for index in (0, 1)]
         destination = destination_of(pair.served, CPU)
         wire = on_the_wire(specs, destination.quantized(specs))
         fragments, misc = destination.fragments(wire)
@@ -195,7 +195,7 @@ def refit_beside_int4(rank: int, ranks: int, case: Heads, packed: tuple[str, str
                         fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
                 destination.landed(portion)
                 found.after_portions.append(_wrong(pair, expected[index]))
-            _load(destination, tensors, list(misc))
+            load_by_sglang(destination, tensors, list(misc))
             found.after_refits.append(_wrong(pair, expected[index]))
     return found
 
@@ -306,7 +306,7 @@ def _without_memory() -> AbstractContextManager[Any]:
     )
 
 
-def _wrong(pair: _Pair, expected: State) -> list[str]:
+def _wrong(pair: Pair, expected: State) -> list[str]:
     """What differs of what is computed with; weights' shapes never travel."""
     return [name for name in differing(pair.state(), expected) if not name.endswith("_shape")]
 
@@ -317,7 +317,7 @@ def _refused_in_int4(case: Heads, specs: Sequence[TensorSpec]) -> dict[str, str]
     from rlrefit.workers.engines.sglang.drafted import destination_of
 
     as_if = json.dumps({"quantization_config": int4(32)})
-    live = _loaded(case, 0, load_format="dummy", json_model_override_args=as_if)
+    live = loaded_pair(case, 0, load_format="dummy", json_model_override_args=as_if)
     destination, refused = destination_of(live.served, CPU), {}
     without_head = [spec for spec in specs if not spec.name.startswith(DRAFTER)]
     for asked, manifest in (("without a head", without_head), ("with one", specs)):

@@ -18,6 +18,7 @@ import torch
 _SHARED = {"tp_size": 2, "ep_size": 1}
 _PLACE = {"rank": 0}
 # What models of some kinds insist on.
+_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _CHOSEN: dict[str, Any] = {"attention_backend": "torch_native"}
 
 
@@ -74,6 +75,16 @@ def turn_to(path: str, attention_backend: str = "torch_native", **others: Any) -
         set_global_server_args_for_scheduler(arguments)
         initialize_moe_config(arguments)
     return arguments
+
+
+def matrices(experts: bool) -> set[str]:
+    """Names of the weights of all matrices in the two decoder layers of a tiny Qwen3, which has 8 experts or none."""
+    mlp = [f"mlp.experts.{expert}." for expert in range(8)] if experts else ["mlp."]
+    modules = [
+        *_LINEAR,
+        *(f"{where}{part}" for where in mlp for part in ("gate_proj", "up_proj", "down_proj")),
+    ]
+    return {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
 
 
 def load_model(path: str, head: str | None = None, load_format: str = "auto", **arguments: Any) -> Any:

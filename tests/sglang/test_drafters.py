@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
+from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.recipes.config.drafting import MTP
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import sglang_arguments
@@ -130,15 +130,7 @@ def test_the_drafter_follows_in_buckets_also_after_a_sleep(scene: Drafting) -> N
         scene.poison()
         sender.refit(version)
         assert scene.digests() == scene.expected[index]
-    scene.refit.sleep()
-    scene.refit.wake(["weights"])
-    with pytest.raises(EngineDirty):
-        scene.refit.require_servable()
-    source.take_on(0)
-    sender.refit(12)
-    scene.refit.wake(["kv_cache"])
-    assert scene.digests() == scene.expected[0]
-    assert scene.drafts(0) == 0
+    scene.require_refit_after_a_sleep(sender, source)
 
 
 def test_a_trainer_without_a_part_of_the_mtp_layers_is_refused_and_one_without_any_leaves_them(

@@ -129,16 +129,7 @@ def test_the_head_follows_in_buckets_also_after_a_sleep(scene: Drafting, source:
         sender.refit(version)
         assert scene.digests() == scene.expected[index]
         assert scene.drafts(index) == index
-    scene.refit.sleep()
-    scene.refit.wake(["weights"])
-    with pytest.raises(EngineDirty):
-        scene.refit.require_servable()
-    scene.poison()
-    source.take_on(0)
-    sender.refit(12)
-    scene.refit.wake(["kv_cache"])
-    assert scene.digests() == scene.expected[0]
-    assert scene.drafts(0) == 0
+    scene.require_refit_after_a_sleep(sender, source)
 
 
 def test_a_head_of_other_tokens_is_refused_by_name_and_the_next_refit_serves_again(

@@ -13,6 +13,7 @@ from rlrefit.integration.quantize.formats import Fp8Blockwise, Mxfp8
 from tests.spawn import run_ranks
 
 from .fp8_ranks import CASES, MXFP8_EXPERTS, Fp8Case, Fp8Result, refit_fp8, written
+from .models import matrices
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
@@ -26,9 +27,6 @@ BLACKWELL = [case for case in CASES if "Blackwell" in case]
 MXFP8 = [case for case in CASES if "MXFP8" in case]
 SHUFFLED = "dense, MXFP8, TRT-LLM"
 IN_PLACE = [case for case in CASES if "unknown" not in case and case != SHUFFLED]
-# Qwen3's, of each of two layers.
-LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 Results = dict[str, list[Fp8Result]]
@@ -118,9 +116,7 @@ def test_scales_are_packed_where_deepgemm_wants_them_so(results: Results, case: 
 
 @pytest.mark.parametrize("case", ["dense", "experts", "dense, Blackwell", *MXFP8])
 def test_the_engine_names_what_it_holds_in_blocks_and_nothing_else(results: Results, case: str) -> None:
-    mlp = [f"mlp.experts.{expert}." for expert in range(8)] if case == "experts" else ["mlp."]
-    modules = [*LINEAR, *(f"{where}{part}" for where in mlp for part in PARTS)]
-    names = {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
+    names = matrices(case == "experts")
     for rank in results[case]:
         assert rank.own.keys() == names
         made = (

@@ -33,6 +33,7 @@ from .int4_ranks import (
     refit_int4_in_buckets,
     written,
 )
+from .models import matrices
 from .ways import WAYS
 
 pytestmark = [
@@ -63,9 +64,6 @@ OCCASIONS = {
     *(f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)),
     *(f"sparse {refit}" for refit in range(4)),
 }
-# Qwen3's, of each of two layers.
-LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-PARTS = ("gate_proj", "up_proj", "down_proj")
 
 Results = dict[str, list[Int4Result]]
 
@@ -172,9 +170,7 @@ def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Re
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_names_what_it_holds_in_int4_and_nothing_else(results: Results, case: str) -> None:
     group, options = CASES[case]
-    mlp = [f"mlp.experts.{expert}." for expert in range(8)] if "experts" in options else ["mlp."]
-    modules = [*LINEAR, *(f"{where}{part}" for where in mlp for part in PARTS)]
-    names = {f"model.layers.{layer}.{module}.weight" for layer in range(2) for module in modules}
+    names = matrices("experts" in options)
     for rank in results[case]:
         assert rank.own == dict.fromkeys(names, Int4(group))
 
