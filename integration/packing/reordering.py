@@ -7,7 +7,7 @@ model. What orders are, and how they are found out, :mod:`..layout.codes` says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -25,9 +25,11 @@ _UNIT = 16
 _WORD = 4
 # Units, words and bytes that one program handles, and its warps.
 _ASIDE_TILE = 1024
-_WORDS = 1024
+_WORDS = 512
 _LOOKED_AT = 16384
 _WARPS = 4
+# Bytes that a GPU reads together, whatever of them is wanted.
+_SECTOR = 32
 # Tiles that one program makes of quads.
 _QUAD_TILES = 16
 
@@ -40,7 +42,7 @@ class Unordered:
         memory: contiguous, of this matrix alone; any dtype.
         rows: of it as it lands.
         columns: of it, in elements.
-        bits: of an element, 4 or 8.
+        bits: of an element, 4, 8 or 16.
         tiling: the order.
         slot: which entry of ``choices`` says what becomes of its bytes; None if they stay as they are.
     """
@@ -150,6 +152,7 @@ class DeviceReordering:
 
     def __init__(self, jobs: Sequence[Unordered], device: torch.device, aside_bytes: int):
         self._device = device
+        jobs = [_in_pairs(job) for job in jobs]
         for job in jobs:
             _check(job)
         # Tables of orders that jobs share are on the device once.
@@ -202,7 +205,7 @@ class DeviceReordering:
         constants: tuple[Any, ...] = (kind.bits, kind.words, tiles, kind.mapped, kind.paired)
         if kind.lanes:
             kernel, tiles = put_quads_in_order, _QUAD_TILES
-            constants = kind.words // 4, kind.lanes, tiles
+            constants = kind.words // 4, kind.lanes, tiles, kind.wide
         rows, counts = [], []
         for job, offset in found:
             tiling = job.tiling
@@ -287,6 +290,7 @@ class _Kind:
         mapped: whether bytes become other bytes.
         paired: as :func:`_paired` says.
         lanes: as :class:`Quads` says; 0 if the order has none.
+        wide: whether a row of a tile has neighbouring words, as many as memory is read at a time.
     """
 
     bits: int
@@ -294,6 +298,7 @@ class _Kind:
     mapped: bool
     paired: bool
     lanes: int
+    wide: bool
 
     @staticmethod
     def of(job: Unordered) -> _Kind:
@@ -306,6 +311,7 @@ class _Kind:
             mapped,
             halves and _paired(tiling.order, tiling.columns),
             0 if quads is None else quads.lanes,
+            tiling.columns * job.bits >= 8 * _SECTOR,
         )
 
 
@@ -322,7 +328,22 @@ class Quads:
     lanes: int
 
 
+def _in_pairs(job: Unordered) -> Unordered:
+    """A matrix of bytes of which pairs stay together, as numbers of 16 bits have them, as one of such numbers."""
+    tiling = job.tiling
+    halved = _halved(tiling) if job.bits == 8 and job.slot is None else None
+    return job if halved is None else replace(job, bits=16, columns=job.columns // 2, tiling=halved)
+
+
 # Thousands of matrices share an order.
+@lru_cache(maxsize=64)
+def _halved(tiling: Tiling) -> Tiling | None:
+    firsts, seconds = tiling.order[::2], tiling.order[1::2]
+    if tiling.columns % 2 or any(a % 2 or b != a + 1 for a, b in zip(firsts, seconds, strict=True)):
+        return None
+    return replace(tiling, columns=tiling.columns // 2, order=tuple(at // 2 for at in firsts))
+
+
 @lru_cache(maxsize=64)
 def _paired(order: tuple[int, ...], columns: int) -> bool:
     """Whether the two elements of each byte lie four places apart in one word, the low one first."""

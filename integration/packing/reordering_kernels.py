@@ -68,6 +68,8 @@ def put_in_order(
     order = tl.load(row + 8).to(tl.pointer_type(tl.int32))
     start = tl.load(row_starts + down) + tl.load(column_starts + over, mask=mask, other=0)
     source = aside + tl.load(row + 1)
+    if BITS == 16:
+        source = source.to(tl.pointer_type(tl.uint16))
     word = tl.arange(0, WORDS)
     first = (down * height * columns + over * width)[:, None]
     mask = mask[:, None] & (word >= 0)[None, :]
@@ -103,19 +105,27 @@ def put_quads_in_order(
     QUADS: tl.constexpr,
     LANES: tl.constexpr,
     TILES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """As :func:`put_in_order`, for elements of 4 bits in an order in which four words are made of four loaded ones: each has the
     byte of one number of all four, the low halves first. Whole words are read, a quarter as often as bytes.
 
     ``LANES`` quads lie side by side, first their words of byte 0, then those of byte 1, and so on. In a row there are the addresses
-    of the quads' loaded words, a row and a word in it, instead of those of the places; the slot is of no use.
+    of the quads' loaded words, a row and a word in it, instead of those of the places; the slot is of no use. ``WIDE``: a row of a
+    tile has as many words as there are neighbours worth reading at a time.
     """
     row, columns, across, height, width, down, first = _part(tiles, rows, TILES)
-    # In one dimension, so that the threads of a warp read the same row of neighbouring tiles, whose words lie near each other.
+    # In one dimension, so that the threads of a warp read words that lie near each other: of the quads of a wide tile, and of the same
+    # row of neighbouring tiles otherwise.
     lane = tl.arange(0, QUADS * TILES)
-    over = first + lane % TILES
+    if WIDE:
+        over = first + lane // QUADS
+        quad = lane % QUADS
+    else:
+        over = first + lane % TILES
+        quad = lane // TILES
     mask = over < across
-    quads = tl.load(row + 8).to(tl.pointer_type(tl.int32)) + lane // TILES
+    quads = tl.load(row + 8).to(tl.pointer_type(tl.int32)) + quad
     source = (aside + tl.load(row + 1)).to(tl.pointer_type(tl.uint32))
     stride = columns // 8
     source += down * height * stride + over * (width // 8)
@@ -140,8 +150,12 @@ def put_quads_in_order(
     y1 = (low13 & 0xFFFF) | (high13 << 16)
     y2 = (low02 >> 16) | (high02 & 0xFFFF0000)
     y3 = (low13 >> 16) | (high13 & 0xFFFF0000)
-    made = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [QUADS // LANES, LANES, TILES, 2, 2])
-    made = tl.reshape(tl.permute(made, [2, 0, 3, 4, 1]), [TILES, 4 * QUADS])
+    made = tl.join(tl.join(y0, y2), tl.join(y1, y3))
+    if WIDE:
+        made = tl.permute(tl.reshape(made, [TILES, QUADS // LANES, LANES, 2, 2]), [0, 1, 3, 4, 2])
+    else:
+        made = tl.permute(tl.reshape(made, [QUADS // LANES, LANES, TILES, 2, 2]), [2, 0, 3, 4, 1])
+    made = tl.reshape(made, [TILES, 4 * QUADS])
     over = first + tl.arange(0, TILES)
     mask = over < across
     row_starts = tl.load(row + 6).to(tl.pointer_type(tl.int32))

@@ -11,7 +11,13 @@ import triton.language as tl
 
 from ..packing.kernels import bits_to_bf16
 from .fp8_kernels import read_row
-from .nvfp4_kernels import LEAST, in_fp32, quotient
+from .nvfp4_kernels import LEAST, in_fp32, inverse_of, larger, quotient
+
+# The last bit of numbers about 1.5 · 2 ** 23 is worth 1. Codes begin with 8.
+_SHIFT = tl.constexpr(1.5 * 2.0**23 + 8)
+# What the other bits of eight such numbers come to, where their last four make an int32.
+_OTHERS = tl.constexpr(sum(0x4B400000 << 4 * place for place in range(8)) & 0xFFFFFFFF)
+_EIGHT_ZEROS = tl.constexpr(-0x77777778)
 
 
 @triton.jit
@@ -25,10 +31,38 @@ def _rounded(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _scale(amax, KIND: tl.constexpr, EPSILON: tl.constexpr):
+    """``amax / 7.5`` of numbers of a type, rounded to it, in FP32."""
+    # Of each number of 16 bits the product is rounded to the same one as the quotient.
+    scale = tl.div_rn(amax, 7.5) if tl.float32 == KIND else amax * (1 / 7.5)
+    scale = _rounded(scale, KIND)
+    return tl.where(scale == 0.0, EPSILON, scale)
+
+
+@triton.jit
+def _scaled(x, scale, KIND: tl.constexpr):
+    """``x / scale`` of numbers of a type, no less than -8, in FP32: rounded to the type, or to what has the same code."""
+    ordinary = tl.min(tl.min(scale, axis=1), axis=0) >= LEAST
+    if tl.bfloat16 == KIND:
+        # Codes change at numbers of nine bits, which lie between two of BF16. What matters is only on which side a quotient is. If it
+        # is not such a number, it is 2 ** -17 of it away at least, for both that are divided have eight bits.
+        if ordinary:
+            # No quotient is beyond 7.52. In steps of 2 ** -18, by which errors of the reciprocal vanish.
+            scaled = tl.fma(x, tl.broadcast_to(inverse_of(scale), x.shape), 48.0) - 48.0
+        else:
+            scaled = tl.maximum(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), -8.0)
+        # The sum has 16 bits less for what is added: to eight bits, ties to even, as long as it stays below the next power of 2.
+        scaled = tl.fma(scaled, -65536.0, tl.fma(scaled, 65536.0, scaled))
+    else:
+        scaled = tl.maximum(_rounded(quotient(x, scale, ordinary), KIND), -8.0)
+    return scaled
+
+
+@triton.jit
 def _joined(codes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Neighbours of a row in one number, the even one in the lower bits. ``WIDTH``: of the result."""
     low, high = tl.split(tl.reshape(codes, [HEIGHT, WIDTH, 2]))
-    return low | (high << BITS)
+    return low + (high << BITS)
 
 
 @triton.jit
@@ -71,20 +105,15 @@ def quantize_int4(
     c = over[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = inside[:, None] & (c >= 0)
     x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
-    # Sizes in the order of their bits as integers, NaN above all.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    finite = largest < 0x7F800000
-    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
-    scale = _rounded(tl.div_rn(amax, 7.5), KIND)
-    scale = tl.where(scale == 0.0, EPSILON, scale)
+    amax = tl.reduce(tl.abs(x), 1, larger)
+    finite = amax < float("inf")
+    scale = _scale(tl.where(finite, amax, 0.0), KIND, EPSILON)
     # What is not finite in a group gets codes without meaning here.
-    scaled = _rounded(quotient(x, scale[:, None], tl.min(scale, axis=0) >= LEAST), KIND)
-    # The last bit of numbers about 1.5 · 2 ** 23 is worth 1.
-    code = (tl.minimum(tl.maximum(scaled, -8.0), 7.0) + 12582920.0).to(tl.int32, bitcast=True) & 15
+    code = (tl.minimum(_scaled(x, scale[:, None], KIND), 7.0) + _SHIFT).to(tl.int32, bitcast=True)
     code = _joined(code, BLOCKS, GROUP // 2, 4)
     code = _joined(code, BLOCKS, GROUP // 4, 8)
     code = _joined(code, BLOCKS, GROUP // 8, 16)
-    code = tl.where(finite[:, None], code, -2004318072)  # eight codes of 0
+    code = tl.where(finite[:, None], code - _OTHERS, _EIGHT_ZEROS)
     codes, codes_row, codes_column, top, left, bottom, right = target
     item = over[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
     wanted = inside[:, None] & (r >= top) & (r < bottom) & (item >= left) & (item < right)

@@ -43,20 +43,25 @@ def in_fp32(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     """NaN if one of them is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def inverse_of(by):
+    """``1 / by`` of ordinary numbers to the last bit or the one before: one step of Newton's."""
+    inverse = 1.0 / by
+    return tl.fma(tl.fma(-by, inverse, 1.0), inverse, inverse)
 
 
 @triton.jit
 def quotient(x, by, fast):
     """``x / by``, correctly rounded. ``fast``: nothing overflows, or underflows in a remainder."""
     if fast:
-        # As compilers divide, but with a reciprocal for many: one step of Newton's, and two corrections of each quotient.
-        inverse = 1.0 / by
-        inverse = tl.fma(tl.fma(-by, inverse, 1.0), inverse, inverse)
+        # As compilers divide, but with a reciprocal for many, and two corrections of each quotient.
         opposite = tl.broadcast_to(-by, x.shape)
-        inverse = tl.broadcast_to(inverse, x.shape)
+        inverse = tl.broadcast_to(inverse_of(by), x.shape)
         result = x * inverse
         result = tl.fma(tl.fma(opposite, result, x), inverse, result)
         result = tl.fma(tl.fma(opposite, result, x), inverse, result)
@@ -104,7 +109,7 @@ def quantize_nvfp4(
     g = tl.load(tl.load(row + (COLUMNS - 2)).to(tl.pointer_type(tl.float32)))
     noted_at = tl.load(row + (COLUMNS - 1))
     fast = (g >= LEAST) & (g <= MOST)
-    amax = tl.reduce(tl.abs(x), 1, _larger)
+    amax = tl.reduce(tl.abs(x), 1, larger)
     if noted_at != 0:
         noted = noted_at.to(tl.pointer_type(tl.int32))
         # The bits of magnitudes have their order. Few programs find a larger one than those before them.
