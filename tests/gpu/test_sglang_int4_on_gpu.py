@@ -1,7 +1,8 @@
 """INT4, made by the trainer, in SGLang's flattened buckets, into real SGLang engines on the trainer's own GPU.
 
 What an engine holds after refits is compared, byte for byte, with what engines hold that SGLang started from checkpoints in INT4, and so
-are its greedy tokens.
+are its greedy tokens. Marlin's experts add up by atomics there, in an order of the moment (SGLang's ``fused_marlin_moe.py``): half of
+such an engine's tokens have to be the same, of which engines of other weights share none.
 """
 
 from __future__ import annotations
@@ -83,6 +84,14 @@ def running(path: str, settings: dict[str, Any]) -> Iterator[Running]:
         engine.close()
 
 
+def shared(tokens: list[list[int]], expected: list[list[int]]) -> float:
+    """The share of tokens that are the expected ones where they are."""
+    same = [
+        a == b for one, other in zip(tokens, expected, strict=True) for a, b in zip(one, other, strict=True)
+    ]
+    return sum(same) / len(same)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_refits_leave_the_engine_that_sglang_starts_from_a_checkpoint_in_int4(
     case: str, tmp_path: Path, tell: Callable[[str], None]
@@ -98,7 +107,7 @@ def test_refits_leave_the_engine_that_sglang_starts_from_a_checkpoint_in_int4(
         tell(f"starting SGLang from {path}")
         with running(path, settings) as engine:
             expected.append((engine.digests(), engine.generate()))
-    assert expected[0][1] != expected[1][1]
+    assert shared(expected[0][1], expected[1][1]) < 0.25
     # As a recipe starts it, from a checkpoint in BF16.
     overrides = json.dumps({"quantization_config": int4(group)})
     source = CheckpointSource(trained, torch.device("cuda", 0))
@@ -116,5 +125,7 @@ def test_refits_leave_the_engine_that_sglang_starts_from_a_checkpoint_in_int4(
             sender.refit(version)
             if version % 2:
                 engine.refit.wake(["kv_cache"])
-            assert (engine.digests(), engine.generate()) == expected[index]
+            digests, tokens = expected[index]
+            assert engine.digests() == digests
+            assert shared(engine.generate(), tokens) >= (0.5 if settings.items() >= MARLIN.items() else 1.0)
             assert engine.refit.version == version
