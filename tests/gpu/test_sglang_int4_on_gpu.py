@@ -2,7 +2,7 @@
 
 What an engine holds after refits is compared, byte for byte, with what engines hold that SGLang started from checkpoints in INT4, and so
 are its greedy tokens. Marlin's experts add up by atomics there, in an order of the moment (SGLang's ``fused_marlin_moe.py``): half of
-such an engine's tokens have to be the same, of which engines of other weights share none.
+such an engine's tokens have to be the same, of which engines of other weights share less than a quarter.
 """
 
 from __future__ import annotations
