@@ -104,7 +104,7 @@ def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     know_configuration(Path(checkpoint))
-    bridge = AutoBridge.from_hf_pretrained(checkpoint)
+    bridge = AutoBridge.from_hf_pretrained(checkpoint, trust_remote_code=_take_modules(Path(checkpoint)))
     provider = bridge.to_megatron_provider(load_weights=False)
     vpp = layout.vpp if layout.vpp > 1 else None
     set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
@@ -125,6 +125,16 @@ def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     return bridge, model
 
 
+def _take_modules(checkpoint: Path) -> bool:
+    """Whether a checkpoint brings modules of the model; transformers copies them to a folder of this rank's then."""
+    brings = any(checkpoint.glob("modeling_*.py"))
+    if brings:
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.HF_MODULES_CACHE = str(checkpoint.parent / f"modules-{dist.get_rank()}")
+    return brings
+
+
 def randomize(task: Any) -> None:
     """Values that no other parameter and no other shard has, padding of the vocabulary included."""
     if task.param_weight is None:
@@ -138,7 +148,11 @@ def randomize(task: Any) -> None:
 
 
 def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
-    """The oracle: Bridge's own export, without the padding of the vocabulary."""
+    """The oracle: Bridge's own export, without the padding of the vocabulary.
+
+    Where Bridge makes INT4 of weights by itself (Kimi-K2.5's experts), these are what it exports if it is asked for a dtype. That would
+    cast all others too.
+    """
     vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
     padded = (
         "embed_tokens.weight",
@@ -147,9 +161,14 @@ def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
         "shared_head.head.weight",
         "word_embeddings.weight",
     )
+    found = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    if any(name.endswith("_packed") for name in found):
+        plain = bridge.export_hf_weights(
+            model, cpu=True, show_progress=False, weight_dtype=torch.bfloat16
+        )
+        found = {name: found.get(name, weight) for name, weight in plain}
     return {
-        name: weight[:vocabulary] if name.endswith(padded) else weight
-        for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)
+        name: weight[:vocabulary] if name.endswith(padded) else weight for name, weight in found.items()
     }
 
 

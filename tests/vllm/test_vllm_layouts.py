@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _NORMALIZED,
     **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss", "minimax_m2")},
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), _NORMALIZED),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm_moe_dsa"), _BIASED),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm_moe_dsa"), _BIASED),
 }
 # A vocabulary that vLLM does not pad on two ranks.
 UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
