@@ -153,7 +153,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {
             "num_hidden_layers": 2,
             "hidden_size": 16,
-            "text_hidden_size": 32,
             "intermediate_size": 24,
             "num_attention_heads": 4,
             "patch_size": 2,
@@ -357,6 +356,7 @@ def _write_kimi_k25(folder: Path, keys: dict[str, Any]) -> str:
     AutoModelForCausalLM.from_config(DeepseekV3Config(**published["text_config"])).save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    published["vision_config"] = {**published["vision_config"], "text_hidden_size": keys["hidden_size"]}
     vision = configuration.KimiK25VisionConfig(**published["vision_config"])
     for name, part in {
         "vision_tower": modeling.MoonViT3dPretrainedModel(modeling.VisionTowerConfig(vision)),
