@@ -167,6 +167,8 @@ COPIED = Case("qwen3-tied-twice", _TP2_PP2)
 FEW_GROUPS = Case("qwen3-few-groups", _TP4)
 # Bridge changed, see :mod:`.variants`: what its rules no longer fit, on all ranks and, of the last norm, on one stage alone.
 CHANGED = (Case("qwen3-exchanged", _TP4), Case("qwen3-shifted", _UNEVEN))
+# Experts in INT4 in the checkpoint and on the way. Ranks of ETP cut their groups.
+INT4 = tuple(Case("kimi_k25-int4", layout) for layout in (_EP4, _ETP))
 # A rule that raises on one rank, see :mod:`.variants`.
 BROKEN = Case("qwen3-broken", _TP2_PP2)
 # Mapping classes by themselves, see :mod:`.mappings`.

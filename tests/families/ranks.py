@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from . import mappings
-from .cases import Case, Layout
+from tests.as_sent import as_sent
+
+from .cases import INT4, Case, Layout
 from .checkpoints import know_configuration
 from .variants import VARIANTS
 
@@ -65,7 +67,8 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
             return {"errors": told}
         for task in source._tasks:
             randomize(task)
-        return compare(source, exported(bridge, model))
+        wanted = exported(bridge, model)
+        return compare(*_as_int4(source, wanted)) if case in INT4 else compare(source, wanted)
 
 
 def forget(but_for_groups: bool) -> None:
@@ -172,13 +175,25 @@ def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
     }
 
 
+def _as_int4(source: Any, wanted: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A source that makes INT4 of experts, and what is to come of the full weights."""
+    from rlrefit.integration.quantize.formats import Int4, wire_names
+    from rlrefit.integration.weights.quantizing import QuantizingSource
+
+    formats = {name: Int4(32) for name in wanted if ".mlp.experts." in name}
+    coded = {name: weight for name, weight in wanted.items() if name not in formats}
+    for name, format in formats.items():
+        coded |= zip(wire_names(name, format), format.encode(wanted[name]), strict=True)
+    return QuantizingSource(source, formats), coded
+
+
 def compare(source: Any, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What is wrong on any rank, and how the weights travel."""
     fragments, refused = source.fragments()
     wrong = [
         f"rank {dist.get_rank()}: {f.name} {f.box} is not what Bridge exports"
         for f in fragments
-        if not _same(f.part_of(wanted[f.name]), f.view)
+        if not _same(f.part_of(wanted[f.name]), as_sent(f) if f.encoding else f.view)
     ]
     specs = {spec.name: spec for spec in source.specs()}
     wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ wanted.keys()]

@@ -28,7 +28,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 OTHER = "a kernel that was not read"
 # Experts alone are in INT4, by their kernel.
-KIMI = {"Kimi-K2.5, Marlin": MARLIN, "Kimi-K2.5, Triton's experts": CPU}
+KIMI = {
+    "Kimi-K2.5, Marlin": ("kimi_k25", MARLIN),
+    "Kimi-K2.5, Triton's experts": ("kimi_k25", CPU),
+    "Kimi-K2, Marlin": ("kimi_k2", MARLIN),
+}
 LISTED = {**CASES, OTHER: (UNKNOWN, 64, {})}
 _STAGES = {case for case, (*_, options) in CASES.items() if "ranks" in options}
 ALL, IN_PLACE = left_to_all([*LISTED, *KIMI], _STAGES), left_to_all(CASES, _STAGES)
@@ -57,7 +61,7 @@ def _refit(folder: Path, names: set[str]) -> tuple[Results, list[str]]:
     listed = []
     for name in cases:
         if name in KIMI:
-            listed.append(write_kimi_case(folder / name, KIMI[name]))
+            listed.append(write_kimi_case(folder / name, *KIMI[name]))
             continue
         kernel, group, options = LISTED[name]
         listed.append(write_int4_case(folder / name, kernel, int4(group), **options))
@@ -100,7 +104,7 @@ def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(
 
 
 @pytest.mark.parametrize("case", KIMI)
-def test_of_kimi_k25_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard(
+def test_of_kimi_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard(
     ranks: list[Fp8Result], case: str
 ) -> None:
     for rank in ranks:
@@ -111,10 +115,10 @@ def test_of_kimi_k25_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard
         codes = {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")}
         plain = {*rank.bulk} - codes
         assert codes < {*rank.bulk}
-        for part in (
-            *("self_attn.kv_b_proj", "shared_experts.down_proj", "layers.0.mlp.up_proj", "lm_head"),
-            *("vision_tower.encoder.blocks.1.wqkv", "mm_projector.proj.2"),
-        ):
+        parts = ["self_attn.kv_b_proj", "shared_experts.down_proj", "layers.0.mlp.up_proj", "lm_head"]
+        if KIMI[case][0] == "kimi_k25":
+            parts += ["vision_tower.encoder.blocks.1.wqkv", "mm_projector.proj.2"]
+        for part in parts:
             assert any(name.endswith(f"{part}.weight") for name in plain)
     assert ranks[0].routes["nccl_xfer"]["misc"] == 0
 

@@ -28,10 +28,9 @@ from vllm_refit import refit
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import wire_names
-from rlrefit.integration.quantize.int4_checkpoint import quantization_config
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
-from tests.families.checkpoints import write_pair
+from tests.families.checkpoints import quantize_experts, write_pair
 from tests.fp8_refits import (
     Sessions,
     bytes_of,
@@ -64,13 +63,6 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
 }
-
-
-# With all that Kimi-K2.5 has but experts.
-BUT_EXPERTS = (
-    *("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp[.](gate|up|gate_up|down)_proj.*"),
-    *("re:.*lm_head.*", "re:vision_tower.*", "re:mm_projector.*"),
-)
 
 
 # Constants of compressed-tensors' integers, with which nothing computes and which no trainer brings.
@@ -211,15 +203,15 @@ def write_int4_case(
     return _written(folder, config, quantize, layout, {}, kernel=kernel, setting=setting)
 
 
-def write_kimi_case(folder: Path, kernel: str) -> Fp8Case:
-    """Two models of Kimi-K2.5 in BF16, and with experts alone in INT4 in groups of 32, for two ranks of TP."""
+def write_kimi_case(folder: Path, family: str, kernel: str) -> Fp8Case:
+    """Two models of Kimi-K2 or Kimi-K2.5 in BF16, and with experts alone in INT4 in groups of 32, for two ranks of TP."""
     sizes = {key: _SHAPE[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
     latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
     changes = sizes | latent | {"moe_intermediate_size": 256} | BIASED_ROUTER
-    trained = write_pair("kimi_k25", folder / "bf16", changes, router_dtype=torch.float32)
+    trained = write_pair(family, folder / "bf16", changes, router_dtype=torch.float32)
     served = [str(shutil.copytree(path, folder / "int4" / Path(path).name)) for path in trained]
     for path in served:
-        quantize_to_int4(Path(path), quantization_config(32, BUT_EXPERTS))
+        quantize_experts(Path(path))
     case = Case(served[0], served[1], Layout(tensor=2), family=True)
     return Fp8Case(trained, case, kernel=kernel, setting="trainer_quantize_int4")
 
