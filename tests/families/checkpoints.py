@@ -377,9 +377,7 @@ def _write_kimi_k25(folder: Path, keys: dict[str, Any]) -> None:
         "mm_projector": modeling.PatchMergerMLP(modeling.ProjectorConfig(vision)),
     }.items():
         tensors |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
-    save_file(
-        {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file, {"format": "pt"}
-    )
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file, {"format": "pt"})
     published["text_config"] |= {"model_type": "kimi_k2"}
     published |= {
         "architectures": ["KimiK25ForConditionalGeneration"],

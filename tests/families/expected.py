@@ -24,7 +24,9 @@ Parts = tuple[tuple[str, str], ...]
 # Family → what trainers don't place.
 MISC: dict[str, Parts] = {
     "qwen3_moe": (_GATE,),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER))),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "kimi_k25"), (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER))
+    ),
     "glm4_moe": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
     "minimax_m2": (
         ("block_sparse_moe.gate.weight", _ROUTER),

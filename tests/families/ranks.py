@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from . import mappings
 from tests.as_sent import as_sent
 
+from . import mappings
 from .cases import INT4, Case, Layout
 from .checkpoints import know_configuration
 from .variants import VARIANTS
@@ -138,14 +138,14 @@ def _take_modules(checkpoint: Path) -> bool:
     return brings
 
 
-def randomize(task: Any) -> None:
-    """Values that no other parameter and no other shard has, padding of the vocabulary included."""
+def randomize(task: Any, seed: int = 0) -> None:
+    """Values that no other parameter, no other shard and no other seed has, padding of the vocabulary included."""
     if task.param_weight is None:
         return
     weight = task.param_weight.data
     # Megatron marks what it cuts; the rest has to be alike on the ranks that hold it.
     is_cut = getattr(task.param_weight, "tensor_model_parallel", False)
-    place = f"{task.global_param_name} {task.mapping.tp_rank if is_cut else 0}"
+    place = f"{task.global_param_name} {task.mapping.tp_rank if is_cut else 0} {seed}"
     generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
     weight.copy_(torch.randn(weight.shape, generator=generator))
 
@@ -166,13 +166,9 @@ def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
     )
     found = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
     if any(name.endswith("_packed") for name in found):
-        plain = bridge.export_hf_weights(
-            model, cpu=True, show_progress=False, weight_dtype=torch.bfloat16
-        )
+        plain = bridge.export_hf_weights(model, cpu=True, show_progress=False, weight_dtype=torch.bfloat16)
         found = {name: found.get(name, weight) for name, weight in plain}
-    return {
-        name: weight[:vocabulary] if name.endswith(padded) else weight for name, weight in found.items()
-    }
+    return {name: weight[:vocabulary] if name.endswith(padded) else weight for name, weight in found.items()}
 
 
 def _as_int4(source: Any, wanted: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
