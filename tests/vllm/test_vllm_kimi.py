@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from vllm_fp8_ranks import write_kimi_case
 from vllm_int4 import MARLIN
 from vllm_kimi_ranks import RANKS, serve, train
@@ -13,19 +15,19 @@ from rlrefit.integration.control import open_rendezvous
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_two_refits_from_megatron_leave_what_vllm_loads_of_bridges_export(tmp_path: Path) -> None:
     case = write_kimi_case(tmp_path, "kimi_k25", MARLIN)
     exports = [str(tmp_path / f"exported {version}") for version in range(2)]
-    server = open_rendezvous("127.0.0.1", RANKS, RANKS)
-    meeting = server.rendezvous.to_json()
-    with ThreadPoolExecutor(1) as beside:
+    with closing(open_rendezvous("127.0.0.1", RANKS, RANKS)) as server, ThreadPoolExecutor(1) as beside:
+        meeting = server.rendezvous.to_json()
         trainers = beside.submit(
             run_ranks, train, RANKS, meeting, case.served.path_a, exports, timeout_s=PATIENT_S
         )
         engines = run_ranks(serve, RANKS, meeting, case, exports, timeout_s=PATIENT_S, made_by=vllm_processes)
         refused = trainers.result()
-    server.close()
     assert [wrong for wrong, _ in engines] == [[[], []]] * RANKS
     routers = {
         f"language_model.model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")
