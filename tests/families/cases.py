@@ -97,6 +97,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen3_moe": (*_EXPERTS, _EP_TP_VPP, _ETP_VPP, _ETP_DDP, _EP_CUSTOM),
     "deepseek_v3": (*_EXPERTS, _MTP_ALONE),
     "kimi_k2": (_EP4, _ETP, _EP_PP),
+    "kimi_k25": _EXPERTS,
     "glm4_moe": (*_EXPERTS, _MTP_ALONE),
     "glm4_moe_lite": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
     "glm_moe_dsa": (*_EXPERTS[:-1], _EP_DDP),
@@ -136,6 +137,7 @@ _COVERING: dict[str, tuple[Layout, ...]] = {
     "qwen3_moe": (_EP_UNEVEN_ETP, _EP_CP_DDP, _EP_TP_VPP),
     "deepseek_v3": (_ETP, _MTP_ALONE),
     "kimi_k2": (_ETP,),
+    "kimi_k25": (_EP_PP,),
     "glm4_moe": (_ETP,),
     "glm4_moe_lite": (_ETP,),
     "glm_moe_dsa": (_ETP,),
@@ -165,6 +167,8 @@ COPIED = Case("qwen3-tied-twice", _TP2_PP2)
 FEW_GROUPS = Case("qwen3-few-groups", _TP4)
 # Bridge changed, see :mod:`.variants`: what its rules no longer fit, on all ranks and, of the last norm, on one stage alone.
 CHANGED = (Case("qwen3-exchanged", _TP4), Case("qwen3-shifted", _UNEVEN))
+# Experts in INT4 in the checkpoint and on the way. Ranks of ETP cut their groups.
+INT4 = tuple(Case("kimi_k25-int4", layout) for layout in (_EP4, _ETP))
 # A rule that raises on one rank, see :mod:`.variants`.
 BROKEN = Case("qwen3-broken", _TP2_PP2)
 # Mapping classes by themselves, see :mod:`.mappings`.

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlrefit.integration.quantize.int4_checkpoint import quantization_config
+from tests.gpu.vllm_checkpoints import quantize_to_int4
+
 _COMMON: dict[str, Any] = {
     # Odd, so that TP pads it.
     "vocab_size": 61,
@@ -128,6 +131,28 @@ _PLAIN_VISION = {
     "vision_config": _VISION["vision_config"] | {"deepstack_visual_indexes": []},
 }
 _QWEN3_5 = {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET}
+# Kimi-K2's language model beside an image encoder.
+_KIMI_K25: dict[str, Any] = {
+    "model_type": "kimi_k25",
+    **_COMMON,
+    **_LATENT,
+    "n_group": 1,
+    "vision_config": {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "patch_size": 2,
+        "merge_kernel_size": [2, 2],
+        "init_pos_emb_height": 4,
+        "init_pos_emb_width": 6,
+    },
+}
+# With all that it has but experts.
+_NOT_QUANTIZED = (
+    *("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp[.](gate|up|gate_up|down)_proj.*"),
+    *("re:.*lm_head.*", "re:vision_tower.*", "re:mm_projector.*"),
+)
 
 # Family → keys of its configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -144,6 +169,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"model_type": "deepseek_v3", **_COMMON, **_LATENT, "num_nextn_predict_layers": 1},
     # DeepSeek-V3's in one group, without prediction layers.
     "kimi_k2": {"model_type": "kimi_k2", **_COMMON, **_LATENT, "n_group": 1},
+    "kimi_k25": _KIMI_K25,
+    # Experts of one group of INT4.
+    "kimi_k25-int4": {**_KIMI_K25, "moe_intermediate_size": 32},
     "glm4_moe": {"model_type": "glm4_moe", **_COMMON, **_GLM},
     "minimax_m2": {
         "model_type": "minimax_m2",
@@ -290,6 +318,11 @@ def write_checkpoint(
     keys = config_of(family, short=short) | dict(changes or {})
     if family == "bailing_moe_v2":
         return _write_ling(folder, keys)
+    if family.startswith("kimi_k25"):
+        _write_kimi_k25(folder, keys)
+        if family == "kimi_k25-int4":
+            quantize_experts(folder)
+        return str(folder)
     config = AutoConfig.for_model(**published_config(keys | _BUILT_AS.get(family, {})))
     kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
     model = kind.from_config(config).to(torch.bfloat16)
@@ -321,6 +354,46 @@ def _name_kimi(folder: Path) -> None:
     named = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": f"{file}.KimiK2Config"}}
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | named))
+
+
+def _write_kimi_k25(folder: Path, keys: dict[str, Any]) -> None:
+    """Kimi-K2.5's, of which transformers has no class: published checkpoints bring those of the encoder and the configuration.
+
+    The language model is DeepSeek-V3's. Of the encoder here are the parameters alone, by code of :mod:`.kimi_k25`.
+    """
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    from .kimi_k25 import configuration_kimi_k25 as configuration
+    from .kimi_k25 import modeling_kimi_k25 as modeling
+
+    published = published_config(keys)
+    AutoModelForCausalLM.from_config(DeepseekV3Config(**published["text_config"])).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    published["vision_config"] = {**published["vision_config"], "text_hidden_size": keys["hidden_size"]}
+    vision = configuration.KimiK25VisionConfig(**published["vision_config"])
+    for name, part in {
+        "vision_tower": modeling.MoonViT3dPretrainedModel(modeling.VisionTowerConfig(vision)),
+        "mm_projector": modeling.PatchMergerMLP(modeling.ProjectorConfig(vision)),
+    }.items():
+        tensors |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    published["text_config"] |= {"model_type": "kimi_k2"}
+    published |= {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+        "dtype": "bfloat16",
+        # Of the vocabulary here.
+        "media_placeholder_token_id": 3,
+    }
+    (folder / "config.json").write_text(json.dumps(published))
+    for module in (configuration, modeling):
+        shutil.copy(str(module.__file__), folder)
+
+
+def quantize_experts(folder: Path) -> None:
+    """Let a checkpoint of Kimi's have its experts in INT4 in groups of 32, as compressed-tensors packs them, and all else in BF16."""
+    quantize_to_int4(folder, quantization_config(32, _NOT_QUANTIZED))
 
 
 def know_configuration(folder: Path) -> None:

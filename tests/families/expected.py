@@ -24,7 +24,9 @@ Parts = tuple[tuple[str, str], ...]
 # Family → what trainers don't place.
 MISC: dict[str, Parts] = {
     "qwen3_moe": (_GATE,),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER))),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "kimi_k25"), (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER))
+    ),
     "glm4_moe": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
     "minimax_m2": (
         ("block_sparse_moe.gate.weight", _ROUTER),
@@ -91,7 +93,7 @@ VLLM = Engine(
         **dict.fromkeys(_ALL_IN_PLACE, ()),
         **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), (("mlp.gate.weight", "vLLM's router is in FP32"),)),
         "glm_moe_dsa": (("indexer.k_norm.", "vLLM keeps it in FP32"),),
-        "kimi_k2": (),
+        **dict.fromkeys(("kimi_k2", "kimi_k25"), ()),
         "bailing_moe_v2": (),
         "gpt_oss": (),
         "minimax_m2": (("block_sparse_moe.gate.weight", "vLLM's router is in FP32"),),

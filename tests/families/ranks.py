@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from tests.as_sent import as_sent
+
 from . import mappings
-from .cases import Case, Layout
+from .cases import INT4, Case, Layout
 from .checkpoints import know_configuration
 from .variants import VARIANTS
 
@@ -65,7 +67,8 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
             return {"errors": told}
         for task in source._tasks:
             randomize(task)
-        return compare(source, exported(bridge, model))
+        wanted = exported(bridge, model)
+        return compare(*_as_int4(source, wanted)) if case in INT4 else compare(source, wanted)
 
 
 def forget(but_for_groups: bool) -> None:
@@ -104,7 +107,7 @@ def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     know_configuration(Path(checkpoint))
-    bridge = AutoBridge.from_hf_pretrained(checkpoint)
+    bridge = AutoBridge.from_hf_pretrained(checkpoint, trust_remote_code=_take_modules(Path(checkpoint)))
     provider = bridge.to_megatron_provider(load_weights=False)
     vpp = layout.vpp if layout.vpp > 1 else None
     set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
@@ -125,20 +128,34 @@ def build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     return bridge, model
 
 
-def randomize(task: Any) -> None:
-    """Values that no other parameter and no other shard has, padding of the vocabulary included."""
+def _take_modules(checkpoint: Path) -> bool:
+    """Whether a checkpoint brings modules of the model; transformers copies them to a folder of this rank's then."""
+    brings = any(checkpoint.glob("modeling_*.py"))
+    if brings:
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.HF_MODULES_CACHE = str(checkpoint.parent / f"modules-{dist.get_rank()}")
+    return brings
+
+
+def randomize(task: Any, seed: int = 0) -> None:
+    """Values that no other parameter, no other shard and no other seed has, padding of the vocabulary included."""
     if task.param_weight is None:
         return
     weight = task.param_weight.data
     # Megatron marks what it cuts; the rest has to be alike on the ranks that hold it.
     is_cut = getattr(task.param_weight, "tensor_model_parallel", False)
-    place = f"{task.global_param_name} {task.mapping.tp_rank if is_cut else 0}"
+    place = f"{task.global_param_name} {task.mapping.tp_rank if is_cut else 0} {seed}"
     generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
     weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
 def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
-    """The oracle: Bridge's own export, without the padding of the vocabulary."""
+    """The oracle: Bridge's own export, without the padding of the vocabulary.
+
+    Where Bridge makes INT4 of weights by itself (Kimi-K2.5's experts), these are what it exports if it is asked for a dtype. That would
+    cast all others too.
+    """
     vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
     padded = (
         "embed_tokens.weight",
@@ -147,10 +164,23 @@ def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
         "shared_head.head.weight",
         "word_embeddings.weight",
     )
-    return {
-        name: weight[:vocabulary] if name.endswith(padded) else weight
-        for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)
-    }
+    found = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    if any(name.endswith("_packed") for name in found):
+        plain = bridge.export_hf_weights(model, cpu=True, show_progress=False, weight_dtype=torch.bfloat16)
+        found = {name: found.get(name, weight) for name, weight in plain}
+    return {name: weight[:vocabulary] if name.endswith(padded) else weight for name, weight in found.items()}
+
+
+def _as_int4(source: Any, wanted: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A source that makes INT4 of experts, and what is to come of the full weights."""
+    from rlrefit.integration.quantize.formats import Int4, wire_names
+    from rlrefit.integration.weights.quantizing import QuantizingSource
+
+    formats = {name: Int4(32) for name in wanted if ".mlp.experts." in name}
+    coded = {name: weight for name, weight in wanted.items() if name not in formats}
+    for name, format in formats.items():
+        coded |= zip(wire_names(name, format), format.encode(wanted[name]), strict=True)
+    return QuantizingSource(source, formats), coded
 
 
 def compare(source: Any, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -159,7 +189,7 @@ def compare(source: Any, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
     wrong = [
         f"rank {dist.get_rank()}: {f.name} {f.box} is not what Bridge exports"
         for f in fragments
-        if not _same(f.part_of(wanted[f.name]), f.view)
+        if not _same(f.part_of(wanted[f.name]), as_sent(f) if f.encoding else f.view)
     ]
     specs = {spec.name: spec for spec in source.specs()}
     wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ wanted.keys()]

@@ -11,7 +11,7 @@ from typing import Any
 from tests.ahead import lasting
 from tests.spawn import PATIENT_S, RankFailed, run_ranks
 
-from .cases import BROKEN, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, REST, WORLD, Case
+from .cases import BROKEN, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, INT4, REST, WORLD, Case
 from .checkpoints import write_checkpoint
 from .ranks import MAPPINGS, walk
 
@@ -80,7 +80,7 @@ def examine(cases: Sequence[Case], folder: Path, within_s: float = _WALK_S) -> R
 
 def examine_covering(folder: Path) -> Report:
     """What the tests of each change ask of."""
-    return examine([*CONVERSIONS, COPIED, FEW_GROUPS, *CHANGED, BROKEN, *COVERING], folder)
+    return examine([*CONVERSIONS, COPIED, FEW_GROUPS, *CHANGED, BROKEN, *INT4, *COVERING], folder)
 
 
 @lasting(LONG_WALK_S + 50.0)

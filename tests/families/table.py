@@ -48,6 +48,7 @@ _TITLES = {
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3 (MLA, dense first layer, shared expert, MTP)",
     "kimi_k2": "Kimi-K2 (DeepSeek-V3 without MTP)",
+    "kimi_k25": "Kimi-K2.5, image encoder and all",
     "glm4_moe": "GLM-4.5 (QKV biases, dense first layer, shared expert, MTP)",
     "glm4_moe_lite": "GLM-4.7-Flash (MLA, dense first layer, shared expert, MTP)",
     "glm_moe_dsa": "GLM-5 (MLA, DeepSeek's sparse attention with its indexer)",
@@ -71,7 +72,7 @@ _TITLES = {
 
 # Model types of a family that has another one, and the engines that have no class of theirs.
 _ALIKE = {"kimi_k2": "deepseek_v3"}
-_LACKING = {"kimi_k2": (TRANSFORMERS,), "bailing_moe_v2": (TRANSFORMERS,)}
+_LACKING = {"kimi_k2": (TRANSFORMERS,), "kimi_k25": (TRANSFORMERS,), "bailing_moe_v2": (TRANSFORMERS,)}
 _FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 
 

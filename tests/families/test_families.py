@@ -14,7 +14,7 @@ from rlrefit.integration.layout import Fragment
 from rlrefit.workers.trainers.megatron.rules import Refused, experts, fragments_of_task, state_space
 
 from . import mappings
-from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, Case
+from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, INT4, Case
 from .checkpoints import config_of
 from .expected import MISC, is_of
 from .report import Report, examine_covering
@@ -87,6 +87,20 @@ def test_the_copy_of_a_tied_embedding_takes_the_misc_path(report: Report) -> Non
     found = report.of(COPIED)
     assert found["wrong"] == []
     assert found["reasons"].keys() == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("case", INT4, ids=str)
+def test_experts_of_an_int4_checkpoint_are_sent_as_codes_of_what_bridge_exports(
+    case: Case, report: Report
+) -> None:
+    found = report.of(case)
+    assert found["wrong"] == []
+    coded = {name for name in found["sizes"] if name.endswith(("weight_packed", "weight_scale"))}
+    assert len(coded) == 2 * 3 * 4
+    assert all(".mlp.experts." in name for name in coded)
+    # Whose columns ranks of ETP share.
+    cut = {name for name in coded if ".down_proj." in name} if case.layout.etp > 1 else set()
+    assert coded & found["reasons"].keys() == cut
 
 
 def test_a_rule_that_raises_on_one_rank_ends_the_preparation_on_all(report: Report) -> None:

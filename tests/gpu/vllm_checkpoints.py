@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,18 +92,18 @@ def quantize_to_mxfp8(path: Path, config: dict[str, Any], scales: str = "_scale"
 
 
 def quantize_to_int4(path: Path, config: dict[str, Any]) -> None:
-    """Turn a Qwen3 checkpoint into one whose decoder layers' matrices are INT4, as compressed-tensors packs them.
+    """Turn a checkpoint into one whose decoder layers' matrices are INT4, as compressed-tensors packs them.
 
     Args:
         path: of the checkpoint.
-        config: its ``quantization_config``.
+        config: its ``quantization_config``, whose ``ignore`` list is heeded. Beside an image encoder it is the language model's.
     """
     group = config["config_groups"]["group_0"]["weights"]["group_size"]
 
     def packed(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return *int4.quantize(weight, group), torch.tensor(weight.shape)
 
-    _quantize(path, ("_packed", "_scale", "_shape"), packed, config)
+    _quantize(path, ("_packed", "_scale", "_shape"), packed, config, config["ignore"])
 
 
 def mxfp8_of_modelopt() -> dict[str, Any]:
@@ -115,13 +116,17 @@ def _quantize(
     ends: Sequence[str],
     by: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
     config: dict[str, Any],
+    ignored: Sequence[str] = (),
 ) -> None:
+    patterns = [pattern.removeprefix("re:") for pattern in ignored if pattern.startswith("re:")]
     tensors = {}
     for name, tensor in read_checkpoint(str(path)).items():
-        if name.endswith("_proj.weight"):
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj") and not any(re.match(pattern, module) for pattern in patterns):
             tensors |= zip([name + end for end in ends], by(tensor), strict=True)
         else:
             tensors[name] = tensor
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    told = json.loads((path / "config.json").read_text())
+    told.get("text_config", told)["quantization_config"] = config
     (path / "config.json").write_text(json.dumps(told))

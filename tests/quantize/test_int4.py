@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.quantize import int4
+from rlrefit.integration.quantize import int4, nvfp4
 from rlrefit.integration.quantize.int4_table import Int4Table
 from rlrefit.integration.quantize.jobs import QuantizeJob
 from tests.ahead import FoundAhead
@@ -66,6 +68,46 @@ def test_every_number_beside_every_maximum_gets_compressed_tensors_code(kind: to
         theirs = compressed(w, group)
         assert torch.equal(packed, theirs["weight_packed"])
         assert same(scales, theirs["weight_scale"])
+
+
+def test_what_megatron_bridge_makes_of_kimi_k25s_experts_by_itself_are_other_codes_and_scales() -> None:
+    bridge = _bridges_int4()
+    w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, scales, _ = bridge.quantize_to_int4(w)
+    codes = nvfp4.unpack(packed.view(torch.uint8)).int() - 8
+    assert [codes.min(), codes.max()] == [-7, 7]
+    amax = w.float().unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert torch.equal(scales, (amax / 7).bfloat16())
+    ours, theirs = int4.quantize(w, 32), compressed(w, 32)
+    assert torch.equal(ours[1], theirs["weight_scale"])
+    assert not (ours[1] == scales).any()
+    assert not torch.equal(ours[0], packed)
+
+
+def test_codes_of_what_codes_stand_for_are_the_same_by_bridges_rule_alone() -> None:
+    bridge = _bridges_int4()
+    w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, scales, _ = bridge.quantize_to_int4(w)
+    again, same_scales, _ = bridge.quantize_to_int4(bridge.dequantize_int4(packed, scales, None))
+    assert torch.equal(again, packed)
+    assert torch.equal(same_scales, scales)
+    ours = compressed(w, 32)
+    back = int4.dequantize(ours["weight_packed"], ours["weight_scale"])
+    assert not (compressed(back, 32)["weight_scale"] == ours["weight_scale"]).any()
+
+
+def _bridges_int4() -> Any:
+    """Its file alone: the package would bring all of Bridge."""
+    core = find_spec("megatron.core")
+    assert core is not None
+    assert core.origin is not None
+    file = Path(core.origin).parents[1] / "bridge" / "models" / "conversion" / "quantization_utils.py"
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fp8_ranks import Fp8Result, refit_int4_but, write_int4_case
+from vllm_fp8_ranks import Fp8Result, refit_int4_but, write_int4_case, write_kimi_case
 from vllm_int4 import CPU, MARLIN, UNKNOWN
 
 from rlrefit.integration.quantize.formats import Int4
@@ -27,9 +27,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Triton's experts": (CPU, 32, {"experts": True}),
 }
 OTHER = "a kernel that was not read"
+# Experts alone are in INT4, by their kernel.
+KIMI = {
+    "Kimi-K2.5, Marlin": ("kimi_k25", MARLIN),
+    "Kimi-K2.5, Triton's experts": ("kimi_k25", CPU),
+    "Kimi-K2, Marlin": ("kimi_k2", MARLIN),
+}
 LISTED = {**CASES, OTHER: (UNKNOWN, 64, {})}
 _STAGES = {case for case, (*_, options) in CASES.items() if "ranks" in options}
-ALL, IN_PLACE = left_to_all(LISTED, _STAGES), left_to_all(CASES, _STAGES)
+ALL, IN_PLACE = left_to_all([*LISTED, *KIMI], _STAGES), left_to_all(CASES, _STAGES)
+# Of what codes, and scales, are left out.
+LEFT_OUT = dict.fromkeys(KIMI, "mlp.experts.w2_")
 Results = dict[str, list[Fp8Result]]
 # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
 CUT = {"experts": True, "width": 192}
@@ -37,7 +45,7 @@ CUT = {"experts": True, "width": 192}
 
 def refit_int4(folder: Path) -> tuple[Results, list[str]]:
     """In one pair of processes; and what each of them told of experts whose groups are cut."""
-    return _refit(folder, {*LISTED} - _STAGES)
+    return _refit(folder, {*LISTED, *KIMI} - _STAGES)
 
 
 @of_all_tests
@@ -52,6 +60,9 @@ def _refit(folder: Path, names: set[str]) -> tuple[Results, list[str]]:
     cases = sorted(names)
     listed = []
     for name in cases:
+        if name in KIMI:
+            listed.append(write_kimi_case(folder / name, *KIMI[name]))
+            continue
         kernel, group, options = LISTED[name]
         listed.append(write_int4_case(folder / name, kernel, int4(group), **options))
     cut = write_int4_case(folder / "cut", CPU, int4(64), **CUT)
@@ -92,6 +103,26 @@ def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(
     assert ranks[0].routes["nccl_xfer"]["misc"] == 0
 
 
+@pytest.mark.parametrize("case", KIMI)
+def test_of_kimi_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard(
+    ranks: list[Fp8Result], case: str
+) -> None:
+    for rank in ranks:
+        assert rank.misc == {}
+        assert {*rank.own.values()} == {Int4(32)}
+        assert len(rank.own) == 12
+        assert all(".mlp.experts." in name for name in rank.own)
+        codes = {f"{name}_{part}" for name in rank.own for part in ("packed", "scale")}
+        plain = {*rank.bulk} - codes
+        assert codes < {*rank.bulk}
+        parts = ["self_attn.kv_b_proj", "shared_experts.down_proj", "layers.0.mlp.up_proj", "lm_head"]
+        if KIMI[case][0] == "kimi_k25":
+            parts += ["vision_tower.encoder.blocks.1.wqkv", "mm_projector.proj.2"]
+        for part in parts:
+            assert any(name.endswith(f"{part}.weight") for name in plain)
+    assert ranks[0].routes["nccl_xfer"]["misc"] == 0
+
+
 @pytest.mark.parametrize("case", [OTHER])
 def test_layers_of_a_kernel_that_was_not_read_take_the_misc_path_packed(
     ranks: list[Fp8Result], case: str
@@ -119,11 +150,12 @@ def test_refits_are_dense_where_vllm_puts_what_is_written_in_order(ranks: list[F
     ("brought", "told"),
     [
         ("BF16", "trainer_quantize_int4=true"),
-        ("no scales", "self_attn.o_proj.weight_scale"),
-        ("no codes", "self_attn.o_proj.weight_packed"),
+        ("no scales", "weight_scale"),
+        ("no codes", "weight_packed"),
     ],
 )
 def test_weights_without_their_scales_and_scales_without_their_codes_are_refused_by_name(
     ranks: list[Fp8Result], case: str, brought: str, told: str
 ) -> None:
-    assert all(told in rank.refused[brought] for rank in ranks)
+    layer = "" if brought == "BF16" else LEFT_OUT.get(case, "self_attn.o_proj.")
+    assert all(layer + told in rank.refused[brought] for rank in ranks)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
-from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
+from vllm_ranks import BIASED_ROUTER, Case, Layout, RankResult, refit_there_and_back
 
 from rlrefit.integration.layout import overlap
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
@@ -57,7 +57,7 @@ PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed"
 _SIZE = 64 if PACKS_EXPERTS else PLAIN_EXPERTS
 _EXPERTS = {"moe_intermediate_size": _SIZE}
 _NORMALIZED = {"norm_topk_prob": True, **_EXPERTS}
-_BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS}
+_BIASED = BIASED_ROUTER | _EXPERTS
 # Family → what its configuration has in published checkpoints, and vLLM goes by; and the experts' size.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{
@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _NORMALIZED,
     **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss", "minimax_m2")},
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), _NORMALIZED),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm_moe_dsa"), _BIASED),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm_moe_dsa"), _BIASED),
 }
 # A vocabulary that vLLM does not pad on two ranks.
 UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}

@@ -25,6 +25,7 @@ from rlrefit.workers.engines.common import traced_destination
 from rlrefit.workers.engines.common.answers import failure, heard, raise_refit_errors, told
 from rlrefit.workers.engines.common.loader_trace.modules import (
     NumbersStayReal,
+    WeightsStayOnMeta,
     owners_of,
     spread_over_modules,
 )
@@ -446,6 +447,16 @@ def test_values_that_a_constructor_reads_are_there_in_a_model_without_memory():
     assert weight.is_meta
     assert (experts.tolist(), factor.detach().cpu().float().item()) == ([-1] * 4, 0.5)
     assert (factor * weight).is_meta
+
+
+def test_a_part_that_a_constructor_moves_to_the_engines_device_stays_without_memory():
+    with torch.device("meta"), WeightsStayOnMeta():
+        part = nn.Linear(2, 3).to(device=torch.device("cpu"), dtype=BF16)
+        moved, real = torch.empty(2).to("cpu"), torch.ones(2, device="cpu").to("cpu")
+    assert all(parameter.is_meta and parameter.dtype == BF16 for parameter in part.parameters())
+    assert moved.is_meta
+    assert moved.dtype == torch.float32
+    assert real.tolist() == [1, 1]
 
 
 def test_memory_is_given_back_between_refits_where_the_engine_may_sleep_unless_its_driver_never_lets_it():

@@ -15,12 +15,11 @@ from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_ranks import (
     Case,
     Tensors,
-    _accept_latent_attention,
-    _know_architecture,
     _know_class,
     _poison,
     _state,
     _unequal,
+    accept_family,
     groups_of,
     left_out_in_turn,
     loaded,
@@ -142,12 +141,11 @@ class _Pair:
 
 def draft_there_and_back(rank: int, cases: Sequence[Drafted]) -> list[DraftedRank]:
     """For each case load A and its drafter, refit to B, compare with what vLLM itself loads from B; back to A."""
-    _accept_latent_attention()
     accept_experts_without_gates()
     found = []
     for drafted in cases:
         case = drafted.case
-        _know_architecture(case.path_a)
+        accept_family(case.path_a)
         _know_class(
             DRAFTERS[Path(case.path_a).parent.name] if drafted.heads is None else HEADS[drafted.method]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
 from vllm_int4 import choose_int4_kernel
 from vllm_mxfp8 import choose_mxfp8_kernel
-from vllm_ranks import Case, Layout, Tensors, groups_of, loaded, reload_by_vllm
+from vllm_ranks import BIASED_ROUTER, Case, Layout, Tensors, accept_family, groups_of, loaded, reload_by_vllm
 from vllm_refit import refit
 
 from rlrefit.integration.errors import RefitError
@@ -29,6 +30,7 @@ from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
+from tests.families.checkpoints import quantize_experts, write_pair
 from tests.fp8_refits import (
     Sessions,
     bytes_of,
@@ -201,6 +203,19 @@ def write_int4_case(
     return _written(folder, config, quantize, layout, {}, kernel=kernel, setting=setting)
 
 
+def write_kimi_case(folder: Path, family: str, kernel: str) -> Fp8Case:
+    """Two models of Kimi-K2 or Kimi-K2.5 in BF16, and with experts alone in INT4 in groups of 32, for two ranks of TP."""
+    sizes = {key: _SHAPE[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
+    latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+    changes = sizes | latent | {"moe_intermediate_size": 256} | BIASED_ROUTER
+    trained = write_pair(family, folder / "bf16", changes, router_dtype=torch.float32)
+    served = [str(shutil.copytree(path, folder / "int4" / Path(path).name)) for path in trained]
+    for path in served:
+        quantize_experts(Path(path))
+    case = Case(served[0], served[1], Layout(tensor=2), family=True)
+    return Fp8Case(trained, case, kernel=kernel, setting="trainer_quantize_int4")
+
+
 def _written(
     folder: Path,
     config: Any,
@@ -223,6 +238,8 @@ def _written(
 def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
     results = []
     for case in cases:
+        if case.served.family:
+            accept_family(case.served.path_a)
         with groups_of(rank, case.served), _post_load_functions(case):
             if case.setting == "trainer_quantize_int4":
                 choose_int4_kernel(case.kernel)
@@ -306,7 +323,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     refused = {"BF16": refusal(destination.fragments, manifest_of(trained[0]))}
     own = destination.quantized(specs)
     wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
-    some = next(name for name in own if name.endswith("o_proj.weight"))
+    some = next((name for name in own if name.endswith("o_proj.weight")), min(own))
     for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = {name: tensor for name, tensor in wire[0].items() if name != left_out}
         refused[occasion] = refusal(destination.fragments, manifest_of(rest))
@@ -423,10 +440,11 @@ def _locks(model: torch.nn.Module) -> Tensors:
 
 
 def _held(model: torch.nn.Module) -> Tensors:
-    """Parameters, the scales that experts' kernels compute with, and locks."""
+    """Parameters, the scales that experts' kernels compute with, locks, and the absorbed projections of latent attention."""
     computed_with = {name: p for name, p in model.named_parameters() if not name.endswith(_IDLE)}
     found: Tensors = computed_with | _locks(model)
     for name, module in model.named_modules():
+        found |= {f"{name}.{key}": vars(module)[key] for key in ("W_UV", "W_UK_T") if key in vars(module)}
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         if config is not None:
             found[f"{name}, first scales of its kernel"] = config.w1_scale

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
 Tensors = dict[str, torch.Tensor]
+# What configurations of DeepSeek's family have in published checkpoints, and vLLM goes by.
+BIASED_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 # The class inside of the one with an image encoder, by which alone vLLM's registry knows the family.
 _INNER = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vllm.model_executor.models.qwen3_5")
 
@@ -211,15 +213,20 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult | 
 
     Of a case whose model vLLM can't build on this CPU, vLLM's words.
     """
-    _accept_latent_attention()
     accept_experts_without_gates()
     results = []
     for case in cases:
         if case.family:
-            _know_architecture(case.path_a)
+            accept_family(case.path_a)
         with groups_of(rank, case):
             results.append(_one_case(case))
     return results
+
+
+def accept_family(path: str) -> None:
+    """Let this process's vLLM build the model of a checkpoint."""
+    _accept_latent_attention()
+    _know_architecture(path)
 
 
 def _accept_latent_attention() -> None:

@@ -29,7 +29,7 @@ from ....integration.layout import Box, box_of, subtract_all
 from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
-from ..common.loader_trace.modules import NumbersStayReal
+from ..common.loader_trace.modules import NumbersStayReal, WeightsStayOnMeta
 from ..common.loader_trace.quantized import HoldsCodes
 from ..common.loader_trace.trace import Landing, LoaderTrace, Manifest
 from ..common.packed.destination import PackedDestination, PackedRoutes, packed_forms, split_name
@@ -340,6 +340,7 @@ def meta_twin(
         set_default_torch_dtype(vllm_config.model_config.dtype),
         torch.device("meta"),
         NumbersStayReal(),
+        WeightsStayOnMeta(),
     ):
         twin = initialize_model(vllm_config=_twin_config(vllm_config), model_config=model_config).eval()
         _tie_as(model, twin, is_own)

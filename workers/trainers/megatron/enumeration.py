@@ -117,8 +117,23 @@ def joined(tasks: list[Any], yielded: list[list[TensorSpec]]) -> Enumeration:
 
 
 def conversion_tasks(bridge: Any, model: list[Any]) -> list[Any]:
-    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters (see :func:`_tell_of_holes`)."""
-    return [task for task in bridge.get_conversion_tasks(model) if task is not None]
+    """Bridge's conversion tasks, by which all weights are exported as they are trained.
+
+    The holes that it leaves for unmapped parameters are left out (see :func:`_tell_of_holes`).
+    """
+    tasks = [task for task in bridge.get_conversion_tasks(model) if task is not None]
+    # Kimi-K2.5's bridge makes INT4 of experts, by a rule of its own, unless their task has a dtype.
+    makes_int4 = getattr(bridge._model_bridge, "_is_quantized_expert_key", None)
+    if makes_int4 is None:
+        return tasks
+    from megatron.core.utils import unwrap_model
+
+    # Of the model, and not of the parameter: every stage casts what it gets, and only one has the parameter.
+    dtype = unwrap_model(model)[0].config.params_dtype
+    return [
+        dataclasses.replace(task, weight_dtype=dtype) if any(map(makes_int4, names_of(task))) else task
+        for task in tasks
+    ]
 
 
 def _tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
@@ -140,7 +155,7 @@ def _tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
         for name in converter._megatron_global_param_names_all_pp_ranks(model)
         if name not in named and not (tied and "output_layer" in name)
     ]
-    absent = [f"{t.global_param_name} ({_named_by(t.mapping)})" for t in tasks if t.param_weight is None]
+    absent = [f"{t.global_param_name} ({', '.join(names_of(t))})" for t in tasks if t.param_weight is None]
     if dist.get_rank() != 0:
         return
     if unmapped:
@@ -160,9 +175,10 @@ def _tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
         )
 
 
-def _named_by(mapping: Any) -> str:
-    named = mapping.hf_param
-    return named if isinstance(named, str) else ", ".join(named.values())
+def names_of(task: Any) -> list[str]:
+    """The weights that a task's mapping names, by Hugging Face's names."""
+    named = task.mapping.hf_param
+    return [named] if isinstance(named, str) else list(named.values())
 
 
 def on_meta(tasks: Sequence[Any], pp_group: dist.ProcessGroup) -> list[Any]:

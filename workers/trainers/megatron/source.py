@@ -15,7 +15,7 @@ from ....integration.weights.endpoints import StorageLook, Writes, rank_device, 
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
 from .adapters import Adapters, has_adapters, is_adapted
-from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
+from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export, names_of
 from .merging import MergedWeights
 from .native_fp8 import as_codes, is_native, native_blocks, native_storage_key, with_scales
 from .places import Places
@@ -253,8 +253,7 @@ def _made_of_others(task: Any, names: Sequence[str]) -> dict[str, str]:
 
     They are copies (of a tied embedding, of the embedding beside a prediction layer) or tensors of the checkpoint.
     """
-    named = task.mapping.hf_param
-    own = {_of_any_expert(name) for name in ([named] if isinstance(named, str) else named.values())}
+    own = {_of_any_expert(name) for name in names_of(task)}
     return {
         name: f"made of {' and '.join(sorted(own))} by Bridge's export, and no part of {task.global_param_name}"
         for name in names

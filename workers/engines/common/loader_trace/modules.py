@@ -164,6 +164,18 @@ class NumbersStayReal(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class WeightsStayOnMeta(TorchFunctionMode):
+    """What is on the meta device stays there where a constructor moves it to another one, as vLLM's of Kimi-K2.5 does with its encoder."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.to or not args[0].is_meta:
+            return func(*args, **kwargs)
+        tensor, *how = args
+        _, dtype, *_ = torch._C._nn._parse_to(*how, **kwargs)
+        return tensor.to(dtype=dtype or tensor.dtype)
+
+
 def _is_read(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     dtype = kwargs.get("dtype")
     if func is torch.tensor and isinstance(args[0] if args else kwargs["data"], (int, float)):
