@@ -34,7 +34,7 @@ test-all: setup ## run the tests, and those that make test leaves out (ARGS="…
 # Of the newest release: all but GRPO and DAPO, and what needs no SGLang.
 SGLANG_TESTS := -k "not vllm and not transformers and not trtllm" \
 	$(addprefix tests/engines/test_,contract.py two_environments.py) \
-	$(addprefix tests/sglang/test_,drafters.py eagle.py eagle_live.py families.py fp8.py fp8_buckets.py kv_scales.py real_engine.py) tests/bench/test_live_sglang.py
+	$(addprefix tests/sglang/test_,drafters.py eagle.py eagle_live.py families.py fp8.py fp8_buckets.py int4.py kv_scales.py real_engine.py) tests/bench/test_live_sglang.py
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
 test-sglang: test-sglang-0.5.17 test-sglang-0.5.23 ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
 
