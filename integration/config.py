@@ -18,6 +18,7 @@ _VERIFY_MODES = ("off", "sampled", "full")
 _DELTA_MODES = ("off", "auto", "always")
 _HAVE_OFF = ("verify", "delta")
 DELTA_BASES = ("gpu", "host", "optimizer")
+INT4_SCALES = ("amax/7.5", "amax/7")
 _LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
 _MOST_STREAMS = 4
@@ -55,6 +56,8 @@ class RefitConfig:
             for an engine that holds them so: 17/64 of their bytes travel.
         trainer_quantize_int4: the trainer quantizes what the engine stores as INT4 (W4A16: symmetric codes of four bits with a scale for
             each group of a row, as compressed-tensors packs them), as it packs it: 9/32 of the bytes travel in groups of 32.
+        int4_scale: by which rule it makes their scales: ``amax/7.5``, compressed-tensors' own, or ``amax/7``, Megatron-Bridge's and
+            slime's (docs/int4.md).
         lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
             the names of the base model, for any engine; ``adapter`` sends the active adapter's factors alone, into an
             engine that serves LoRA and already holds the base model. A model without adapters is sent as it is.
@@ -76,6 +79,7 @@ class RefitConfig:
     trainer_quantize_fp8: bool = False
     trainer_quantize_mxfp4: bool = False
     trainer_quantize_int4: bool = False
+    int4_scale: str = INT4_SCALES[0]
     lora: str = "merge"
     port: int = 0
     kv_scales: bool = False
@@ -154,6 +158,12 @@ class RefitConfig:
                 "one of both"
                 for key in others
             ]
+        if self.int4_scale not in INT4_SCALES:
+            found.append(f"{prefix}.int4_scale: {self.int4_scale!r} is not one of {', '.join(INT4_SCALES)}")
+        elif self.int4_scale != RefitConfig.int4_scale and not self.trainer_quantize_int4:
+            found.append(
+                f"{prefix}.int4_scale: it is of {prefix}.trainer_quantize_int4 alone; give true there, or leave it out"
+            )
         if self.lora not in _LORA_MODES:
             found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(_LORA_MODES)}")
         if self.bucket_mb < 1:

@@ -28,7 +28,7 @@ from typing import Any
 
 MAGIC = b"rlrefit"
 # Raised with every change to what ranks tell each other, and to what each of them computes that must be alike on all.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")

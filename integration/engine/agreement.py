@@ -20,7 +20,7 @@ from ..config import RefitConfig
 from ..control.channel import Channel
 from ..errors import RefitMismatch
 from ..layout import Axes, Box, Fragment, Misfit, volume
-from ..quantize.formats import Format, from_json, to_json, wire_names
+from ..quantize.formats import Format, as_made, from_json, to_json, wire_names
 from ..weights.endpoints import StoresQuantized, WeightDestination, WeightSource
 from ..weights.holdings import Positions, decode_positions, encode_positions
 from ..weights.manifest import TensorSpec, dtype_name, first_difference
@@ -150,7 +150,8 @@ def agree_on_formats[E: WeightSource | WeightDestination](
     engine: object = endpoint
     if not world.is_source and isinstance(engine, StoresQuantized):
         wanted = engine.quantized(specs)
-    formats = _merge(channel, specs, asked, channel.vote("formats", _pack(wanted, specs)))
+    stored = _merge(channel, specs, asked, channel.vote("formats", _pack(wanted, specs)))
+    formats = as_made(stored, config.int4_scale)
     wire = _wire(channel, specs, formats)
     if world.is_source:
         return cast(E, QuantizingSource(cast(WeightSource, endpoint), formats)), wire, formats

@@ -7,12 +7,13 @@ verified and loaded as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
+from ..config import INT4_SCALES
 from ..control.decoding import decode
 from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
@@ -201,6 +202,7 @@ class Int4:
     Attributes:
         group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
         dtype: torch's name of the dtype of the weights and of their scales.
+        scale: the rule by which a trainer makes scales, one of :data:`..config.INT4_SCALES`. An engine computes with any.
         scale_name_end: as compressed-tensors' checkpoints have it.
     """
 
@@ -213,10 +215,13 @@ class Int4:
 
     group: int
     dtype: str = "bfloat16"
+    scale: str = INT4_SCALES[0]
     scale_name_end: str = "_scale"
 
     def __post_init__(self) -> None:
         int4.check_group(self.group)
+        if self.scale not in INT4_SCALES:
+            raise ValueError(f"scales of INT4 are {' or '.join(INT4_SCALES)}, not {self.scale!r}")
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"scales of INT4 are bfloat16 or float16, not {self.dtype}")
 
@@ -236,18 +241,26 @@ class Int4:
         return None
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return int4.quantize(weight, self.group)
+        return int4.quantize(weight, self.group, self.scale)
 
     def has_kernel(self, rounded: torch.dtype | None) -> bool:
         return rounded in (None, torch.bfloat16)
 
     def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
-        return Int4Table.build(jobs, device, self.group, round_to_bf16)
+        return Int4Table.build(jobs, device, self.group, round_to_bf16, self.scale)
 
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4] | type[Int4]] = {
     f.kind: f for f in (Fp8Blockwise, Mxfp8, Nvfp4, Int4)
 }
+
+
+def as_made(formats: Mapping[str, Format], int4_scale: str) -> dict[str, Format]:
+    """Formats of which engines tell, as the trainer makes them: with its rule for the scales of INT4."""
+    return {
+        name: replace(format, scale=int4_scale) if isinstance(format, Int4) else format
+        for name, format in formats.items()
+    }
 
 
 def wire_names(name: str, format: Format) -> tuple[str, str]:

@@ -4,9 +4,14 @@
 (``[n, k / group]``), as compressed-tensors' ``pack-quantized`` checkpoints have them and vLLM loads them. Beside them a checkpoint has
 ``weight_shape``, the constant ``[n, k]``.
 
-The bytes are those of compressed-tensors 0.15 by round-to-nearest with its min-max observer, symmetric: ``calculate_qparams``,
-``quantize`` and ``pack_to_int32``. Each of its operations rounds to the weight's dtype: ``scale = amax / 7.5``, the dtype's epsilon
-where that is 0; then ``w / scale``, limited to -8 and 7, to the nearest integer, ties to the even one.
+There are two rules for scales, and any kernel computes with the codes of both:
+
+- ``amax/7.5``, compressed-tensors 0.15's by round-to-nearest with its min-max observer, symmetric (``calculate_qparams``, ``quantize``
+  and ``pack_to_int32``). Each operation rounds to the weight's dtype: ``scale = amax / 7.5``, the dtype's epsilon where that is 0; then
+  ``w / scale``, limited to -8 and 7, to the nearest integer, ties to the even one;
+- ``amax/7``, Megatron-Bridge 0.6.2's (``quantize_to_int4``), in FP32: ``scale = amax / 7``, 1e-10 at least; then ``w / scale``, to the
+  nearest integer in the same way, from -7 to 7. The scale is rounded to the weight's dtype after that. It gives back codes and scales
+  that it made, of what they stand for in BF16.
 
 Codes have no NaN, so a group that holds a NaN or an infinity gets the scale NaN, with the codes of zeros: it is NaN as a whole.
 (compressed-tensors has codes of no meaning there.)
@@ -16,21 +21,27 @@ from __future__ import annotations
 
 import torch
 
+from ..config import INT4_SCALES
 from . import blocks, nvfp4
 
 PER_ITEM = 8
 GROUPS = (32, 64, 128)
+BY_HALF_RANGE, BY_LARGEST = INT4_SCALES
 _ZERO = 8
 _LEAST, _MOST = -8, 7
 _HALF_RANGE = 7.5
+_LEAST_SCALE = 1e-10
 
 
-def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, group: int, scale: str = BY_HALF_RANGE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight, or a shard that cuts no group.
 
     Args:
         weight: ``[..., k]``, BF16, FP16 or FP32, any strides; ``k`` a multiple of the group.
         group: elements of a row that share a scale, one of :data:`GROUPS`.
+        scale: the rule for scales, one of :data:`..config.INT4_SCALES`.
 
     Returns:
         Codes (``int32`` ``[..., k / 8]``) and scales (``[..., k / group]`` in the weight's dtype), contiguous.
@@ -45,12 +56,20 @@ def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
             f"INT4 in groups of {group} takes rows of a multiple of that, not of {weight.shape[-1]} elements; leave the weight in "
             "BF16"
         )
-    weight = weight.detach()
+    dtype, weight = weight.dtype, weight.detach()
+    if scale == BY_LARGEST:
+        weight = weight.float()
     amax = blocks.block_amax(weight, (group,)).to(weight.dtype)
     finite = torch.isfinite(amax)
     # Of a Python number GPUs would multiply by the reciprocal.
-    scales = amax / torch.full((), _HALF_RANGE, dtype=weight.dtype, device=weight.device)
-    scales = torch.where(scales == 0, torch.finfo(weight.dtype).eps, scales)
+    steps = torch.full(
+        (), _MOST if scale == BY_LARGEST else _HALF_RANGE, dtype=weight.dtype, device=weight.device
+    )
+    scales = amax / steps
+    if scale == BY_LARGEST:
+        scales = scales.clamp(min=_LEAST_SCALE)
+    else:
+        scales = torch.where(scales == 0, torch.finfo(weight.dtype).eps, scales)
     scaled = weight / blocks.spread(scales, weight.shape, (group,))
     scaled = torch.where(blocks.spread(finite, weight.shape, (group,)), scaled, 0)
     codes = (torch.round(scaled.clamp(_LEAST, _MOST)) + _ZERO).to(torch.uint8)
@@ -59,7 +78,7 @@ def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
         .flatten()
         .view(torch.int32)
         .reshape(*weight.shape[:-1], weight.shape[-1] // PER_ITEM),
-        torch.where(finite, scales, torch.nan).contiguous(),
+        torch.where(finite, scales, torch.nan).to(dtype).contiguous(),
     )
 
 

@@ -31,19 +31,25 @@ def _rounded(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale(amax, KIND: tl.constexpr, EPSILON: tl.constexpr):
-    """``amax / 7.5`` of numbers of a type, rounded to it, in FP32."""
-    # Of each number of 16 bits the product is rounded to the same one as the quotient.
-    scale = tl.div_rn(amax, 7.5) if tl.float32 == KIND else amax * (1 / 7.5)
-    scale = _rounded(scale, KIND)
-    return tl.where(scale == 0.0, EPSILON, scale)
+def _scale(amax, KIND: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """By which numbers of a type are divided, in FP32: rounded to the type, but for the rule ``amax/7``."""
+    if LARGEST:
+        scale = tl.maximum(tl.div_rn(amax, 7.0), 1e-10)
+    else:
+        # Of each number of 16 bits the product is rounded to the same one as the quotient.
+        scale = tl.div_rn(amax, 7.5) if tl.float32 == KIND else amax * (1 / 7.5)
+        scale = _rounded(scale, KIND)
+        scale = tl.where(scale == 0.0, EPSILON, scale)
+    return scale
 
 
 @triton.jit
-def _scaled(x, scale, KIND: tl.constexpr):
+def _scaled(x, scale, KIND: tl.constexpr, LARGEST: tl.constexpr):
     """``x / scale`` of numbers of a type, no less than -8, in FP32: rounded to the type, or to what has the same code."""
     ordinary = tl.min(tl.min(scale, axis=1), axis=0) >= LEAST
-    if tl.bfloat16 == KIND:
+    if LARGEST:
+        scaled = quotient(x, scale, ordinary)
+    elif tl.bfloat16 == KIND:
         # Codes change at numbers of nine bits, which lie between two of BF16. What matters is only on which side a quotient is. If it
         # is not such a number, it is 2 ** -17 of it away at least, for both that are divided have eight bits.
         if ordinary:
@@ -75,6 +81,7 @@ def quantize_int4(
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
     EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
     ROUND: tl.constexpr,
     UNIT: tl.constexpr,
     DOWN: tl.constexpr,
@@ -82,8 +89,9 @@ def quantize_int4(
     """:func:`.int4.quantize`, the same operations in the same order.
 
     A row and ``UNIT`` are those of :func:`.fp8_kernels.read_row`; no row cuts a group. ``KIND``: the type of the scales, to which each
-    operation rounds, and ``EPSILON`` its own. ``ROUND``: to BF16 first. ``DOWN``: 0, or the codes of a column lie beside each other,
-    and a program takes so many rows: what it writes is whole lines of memory then, which a peer's memory needs most.
+    operation rounds, and ``EPSILON`` its own. ``LARGEST``: scales are made by the rule ``amax/7``, in FP32. ``ROUND``: to BF16 first.
+    ``DOWN``: 0, or the codes of a column lie beside each other, and a program takes so many rows: what it writes is whole lines of memory
+    then, which a peer's memory needs most.
     """
     row, weights, target, scales_at, height, width, number = read_row(
         tiles, rows, COLUMNS, WORD, UNIT, (UNIT + 7) // 8
@@ -107,9 +115,9 @@ def quantize_int4(
     x = in_fp32(tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0), ROUND)
     amax = tl.reduce(tl.abs(x), 1, larger)
     finite = amax < float("inf")
-    scale = _scale(tl.where(finite, amax, 0.0), KIND, EPSILON)
+    scale = _scale(tl.where(finite, amax, 0.0), KIND, EPSILON, LARGEST)
     # What is not finite in a group gets codes without meaning here.
-    code = (tl.minimum(_scaled(x, scale[:, None], KIND), 7.0) + _SHIFT).to(tl.int32, bitcast=True)
+    code = (tl.minimum(_scaled(x, scale[:, None], KIND, LARGEST), 7.0) + _SHIFT).to(tl.int32, bitcast=True)
     code = _joined(code, BLOCKS, GROUP // 2, 4)
     code = _joined(code, BLOCKS, GROUP // 4, 8)
     code = _joined(code, BLOCKS, GROUP // 8, 16)
@@ -126,4 +134,8 @@ def quantize_int4(
         code, place, wanted = tl.trans(code), tl.trans(place), tl.trans(wanted)
     tl.store(codes.to(tl.pointer_type(tl.int32)) + place, code, mask=wanted)
     scale_at = scales_at.to(tl.pointer_type(KIND)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
-    tl.store(scale_at, tl.where(finite, scale, float("nan")).to(KIND), mask=inside & (scales_at != 0))
+    tl.store(
+        scale_at,
+        tl.where(finite, _rounded(scale, KIND), float("nan")).to(KIND),
+        mask=inside & (scales_at != 0),
+    )

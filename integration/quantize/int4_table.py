@@ -9,7 +9,7 @@ import torch
 
 from ..packing.tables import Launch, Launches
 from .fp8_table import COLUMNS, Checked, checked, make_table, unit_of
-from .int4 import PER_ITEM, check_group
+from .int4 import BY_HALF_RANGE, BY_LARGEST, PER_ITEM, check_group
 from .jobs import QuantizeJob, of_whole_blocks
 
 _ELEMENTS, _WARPS = 4096, 4
@@ -25,7 +25,11 @@ class Int4Table(Launches):
 
     @staticmethod
     def build(
-        jobs: Iterable[QuantizeJob], device: torch.device, group: int, round_to_bf16: bool = False
+        jobs: Iterable[QuantizeJob],
+        device: torch.device,
+        group: int,
+        round_to_bf16: bool = False,
+        scale: str = BY_HALF_RANGE,
     ) -> Int4Table:
         """Compile the kernel for what the jobs need, and put their addresses on the device.
 
@@ -34,6 +38,7 @@ class Int4Table(Launches):
             device: that reads and writes them.
             group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
             round_to_bf16: weights are exported in BF16, whatever they are kept in.
+            scale: the rule for scales, one of :data:`..config.INT4_SCALES`.
 
         Raises:
             ValueError: shapes or dtypes do not fit, a job cuts groups, or several elements of a result share a place.
@@ -55,7 +60,7 @@ class Int4Table(Launches):
             kind = torch.bfloat16 if round_to_bf16 else dtype
             constants = (
                 *(COLUMNS, WORDS[str(dtype)], _ELEMENTS // group, group),
-                *(WORDS[str(kind)], torch.finfo(kind).eps, dtype != kind, unit, down),
+                *(WORDS[str(kind)], torch.finfo(kind).eps, scale == BY_LARGEST, dtype != kind, unit, down),
             )
             table = make_table(chosen, unit, partial(_programs, group, down))
             launches.append(Launch(quantize_int4, _WARPS, table, constants, device, ()))

@@ -238,6 +238,11 @@ def test_all_that_keeps_weights_from_travelling_in_int4_is_told_at_once(config_o
         RefitConfig(trainer_quantize_fp8=True, trainer_quantize_int4=True)
     with pytest.raises(ValueError, match=r"policy\.refit\.delta_base: .*trainer_quantize_int4"):
         RefitConfig(trainer_quantize_int4=True, delta="always", delta_base="optimizer")
+    with pytest.raises(ValueError, match=r"policy\.refit\.int4_scale: "):
+        RefitConfig(trainer_quantize_int4=True, int4_scale="amax/8")
+    with pytest.raises(ValueError, match=r"policy\.refit\.int4_scale: .*trainer_quantize_int4"):
+        RefitConfig(int4_scale="amax/7")
+    assert config_violations(config_of(INT4 | {"policy.refit.int4_scale": "amax/7"})) == []
 
 
 def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:

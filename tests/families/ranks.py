@@ -150,11 +150,11 @@ def randomize(task: Any, seed: int = 0) -> None:
     weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
-def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
+def exported(bridge: Any, model: list[Any], unquantized: bool = True) -> dict[str, torch.Tensor]:
     """The oracle: Bridge's own export, without the padding of the vocabulary.
 
-    Where Bridge makes INT4 of weights by itself (Kimi-K2.5's experts), these are what it exports if it is asked for a dtype. That would
-    cast all others too.
+    Where Bridge makes INT4 of weights by itself (Kimi-K2.5's experts), ``unquantized`` ones are what it exports if it is asked for a
+    dtype. That would cast all others too.
     """
     vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
     padded = (
@@ -165,7 +165,7 @@ def exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
         "word_embeddings.weight",
     )
     found = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
-    if any(name.endswith("_packed") for name in found):
+    if unquantized and any(name.endswith("_packed") for name in found):
         plain = bridge.export_hf_weights(model, cpu=True, show_progress=False, weight_dtype=torch.bfloat16)
         found = {name: found.get(name, weight) for name, weight in plain}
     return {name: weight[:vocabulary] if name.endswith(padded) else weight for name, weight in found.items()}

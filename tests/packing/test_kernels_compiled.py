@@ -156,20 +156,22 @@ def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(
 
 
 @pytest.mark.parametrize(("group", "down"), [(32, 0), (128, 0), (32, 64), (128, 32)])
-@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+@pytest.mark.parametrize(
+    ("source", "size", "largest"), [(tl.float32, 4, False), (tl.bfloat16, 2, False), (tl.bfloat16, 2, True)]
+)
 def test_groups_of_int4_are_read_16_bytes_at_a_time(
-    source: Any, size: int, group: int, down: int, tmp_path: Path
+    source: Any, size: int, largest: bool, group: int, down: int, tmp_path: Path
 ) -> None:
     constants = {"COLUMNS": 16, "WORD": source, "BLOCKS": 4096 // group, "GROUP": group, "KIND": source}
-    constants |= {"EPSILON": 2.0**-7, "ROUND": False, "UNIT": 16, "DOWN": down}
+    constants |= {"EPSILON": 2.0**-7, "LARGEST": largest, "ROUND": False, "UNIT": 16, "DOWN": down}
     made = compiled(int4_kernels.quantize_int4, constants, (), num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     # A thread has 32 elements, of 4 or 8 groups, and writes 4 words of codes.
     groups = 2 * size
     assert made["ptx"].count("st.global.b32") == 4 + (size == 4)
     assert made["ptx"].count("div.full") == groups
-    # BF16 takes a product and two roundings instead of two corrections.
-    assert made["ptx"].count("fma.rn") == 2 * groups + (4 if size == 4 else 3) * 32
+    # By compressed-tensors' rule BF16 takes a product and two roundings instead of two corrections.
+    assert made["ptx"].count("fma.rn") == 2 * groups + (4 if size == 4 or largest else 3) * 32
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.config import INT4_SCALES, RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.integration.layout import box_of
@@ -44,9 +45,9 @@ CONFIG = QATConfig(activations=False, format=Int4(GROUP))
 REFIT = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p", trainer_quantize_int4=True)
 
 
-def held_by_the_engine(weight: torch.Tensor, group: int = GROUP) -> torch.Tensor:
+def held_by_the_engine(weight: torch.Tensor, group: int = GROUP, scale: str = INT4_SCALES[0]) -> torch.Tensor:
     """What it computes with in place of a weight that is exported in BF16."""
-    return int4.dequantize(*int4.quantize(weight.detach().to(BF16), group)).to(weight.dtype)
+    return int4.dequantize(*int4.quantize(weight.detach().to(BF16), group, scale)).to(weight.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +201,14 @@ def _exported(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in source.export([spec.name for spec in source.specs()])}
 
 
-@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
+@pytest.mark.parametrize(
+    ("engine", "scale"), zip(["packed_broadcast", "nccl_xfer"], INT4_SCALES, strict=True)
+)
 def test_what_is_refitted_is_bit_for_bit_what_training_computes_with_after_each_step(
-    checkpoints: Callable[[str], Path], engine: str
+    checkpoints: Callable[[str], Path], engine: str, scale: str
 ) -> None:
     model = _model(checkpoints("qwen3-moe"))
-    qat = quantize_module(model, CONFIG)
+    qat = quantize_module(model, replace(CONFIG, format=Int4(GROUP, scale=scale)))
     destination = _engine(FSDPSource(model, BF16), dict.fromkeys(qat.weights, CONFIG.format))
     exported: list[dict[str, torch.Tensor]] = []
 
@@ -224,21 +227,22 @@ def test_what_is_refitted_is_bit_for_bit_what_training_computes_with_after_each_
 
     def computed_with(endpoint: Int4Engine, name: str, version: int) -> bool:
         codes, scales = endpoint.held(f"{name}_packed").contiguous(), endpoint.held(f"{name}_scale")
-        wanted = held_by_the_engine(exported[version][name])
+        wanted = held_by_the_engine(exported[version][name], scale=scale)
         return torch.equal(as_bytes(int4.dequantize(codes, scales)), as_bytes(wanted))
 
-    results = run_world([_worker(model, qat)._prepared_source()], [destination], body, REFIT, engine=engine)
+    by = replace(REFIT, int4_scale=scale)
+    results = run_world([_worker(model, qat, by)._prepared_source()], [destination], body, by, engine=engine)
     assert results == [[], []]
     name = "model.layers.1.mlp.experts.5.gate_proj.weight"
     assert not torch.equal(exported[0][name], exported[1][name])
 
 
-def _joined(worker: Any, destination: Int4Engine) -> dict[str, Any]:
+def _joined(worker: Any, destination: Int4Engine, config: RefitConfig = REFIT) -> dict[str, Any]:
     """What the trainer's rank is told as it meets an engine."""
     server = open_rendezvous("127.0.0.1", 1, 1)
     try:
         with ThreadPoolExecutor(1) as pool:
-            held = pool.submit(RefitSession.open, server.rendezvous, 1, lambda: destination, REFIT)
+            held = pool.submit(RefitSession.open, server.rendezvous, 1, lambda: destination, config)
             try:
                 told: dict[str, Any] = worker.join_refit(server.rendezvous.to_json(), 0)
             finally:
@@ -264,6 +268,10 @@ def test_an_engine_that_holds_other_layers_in_int4_than_are_trained_so_is_refuse
         with pytest.raises(RefitMismatch) as error:
             _joined(_worker(model, qat), _engine(source, formats))
         assert error.value.parameter == told
+    by_another_rule = replace(REFIT, int4_scale="amax/7")
+    with pytest.raises(RefitMismatch) as error:
+        _joined(_worker(model, qat, by_another_rule), _engine(source, same), by_another_rule)
+    assert error.value.parameter == min(same)
     plain = _model(checkpoints("qwen3"))
     but_one = QATConfig((*DEFAULT_EXCLUDED, "*.1.self_attn.o_proj"), activations=False, format=Int4(GROUP))
     with pytest.raises(RefitMismatch) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.config import INT4_SCALES
 from rlrefit.integration.quantize import int4, nvfp4
 from rlrefit.integration.quantize.int4_table import Int4Table
 from rlrefit.integration.quantize.jobs import QuantizeJob
@@ -70,32 +72,34 @@ def test_every_number_beside_every_maximum_gets_compressed_tensors_code(kind: to
         assert same(scales, theirs["weight_scale"])
 
 
-def test_what_megatron_bridge_makes_of_kimi_k25s_experts_by_itself_are_other_codes_and_scales() -> None:
-    bridge = _bridges_int4()
+@settings(max_examples=80, deadline=None)
+@given(weights(st.integers(1, 5), st.integers(1, 3).map(lambda n: 128 * n), special=False), groups)
+def test_by_the_other_rule_codes_and_scales_are_megatron_bridges_own(w: torch.Tensor, group: int) -> None:
+    packed, scales, _ = _bridges_int4().quantize_to_int4(w, group, w.dtype)
+    ours = int4.quantize(w, group, int4.BY_LARGEST)
+    assert torch.equal(ours[0], packed)
+    assert same(ours[1], scales)
+
+
+def test_the_two_rules_make_other_codes_and_all_other_scales() -> None:
     w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, scales, _ = bridge.quantize_to_int4(w)
-    codes = nvfp4.unpack(packed.view(torch.uint8)).int() - 8
+    by_half_range, by_largest = (int4.quantize(w, 32, scale) for scale in INT4_SCALES)
+    codes = nvfp4.unpack(by_largest[0].view(torch.uint8)).int() - 8
     assert [codes.min(), codes.max()] == [-7, 7]
-    amax = w.float().unflatten(-1, (-1, 32)).abs().amax(-1)
-    assert torch.equal(scales, (amax / 7).bfloat16())
-    ours, theirs = int4.quantize(w, 32), compressed(w, 32)
-    assert torch.equal(ours[1], theirs["weight_scale"])
-    assert not (ours[1] == scales).any()
-    assert not torch.equal(ours[0], packed)
+    assert not (by_half_range[1] == by_largest[1]).any()
+    assert not torch.equal(by_half_range[0], by_largest[0])
 
 
 def test_codes_of_what_codes_stand_for_are_the_same_by_bridges_rule_alone() -> None:
-    bridge = _bridges_int4()
     w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, scales, _ = bridge.quantize_to_int4(w)
-    again, same_scales, _ = bridge.quantize_to_int4(bridge.dequantize_int4(packed, scales, None))
-    assert torch.equal(again, packed)
-    assert torch.equal(same_scales, scales)
-    ours = compressed(w, 32)
-    back = int4.dequantize(ours["weight_packed"], ours["weight_scale"])
-    assert not (compressed(back, 32)["weight_scale"] == ours["weight_scale"]).any()
+    made = int4.quantize(w, 32, int4.BY_LARGEST)
+    for a, b in zip(int4.quantize(int4.dequantize(*made), 32, int4.BY_LARGEST), made, strict=True):
+        assert torch.equal(a, b)
+    made = int4.quantize(w, 32)
+    assert not (int4.quantize(int4.dequantize(*made), 32)[1] == made[1]).any()
 
 
+@cache
 def _bridges_int4() -> Any:
     """Its file alone: the package would bring all of Bridge."""
     core = find_spec("megatron.core")
@@ -151,7 +155,8 @@ def test_what_no_engine_takes_is_refused() -> None:
 
 def compare_int4_with_torch(device: torch.device) -> None:
     """The kernel and :func:`.int4.quantize`, on a device."""
-    for group, rounded in ((32, False), (32, True), (128, False), (64, False)):
+    rules = ((32, False, 0), (32, True, 0), (128, False, 0), (64, False, 0), (32, False, 1), (64, True, 1))
+    for group, rounded, rule in rules:
         weights = [w[:70, : w.shape[-1] // group * group] for w in hard_weights(device) if w.dim() == 2]
         weights += [
             weights[0].float() * 2.0**-120,
@@ -176,7 +181,7 @@ def compare_int4_with_torch(device: torch.device) -> None:
                 QuantizeJob(w, codes if wants_codes else None, (top, left), scales if wants_scales else None)
             )
             found.append((room, codes if wants_codes else codes[:0], (top, left, bottom, right), scales))
-        table = Int4Table.build(jobs, device, group, rounded)
+        table = Int4Table.build(jobs, device, group, rounded, INT4_SCALES[rule])
         assert table.nbytes == sum(job.nbytes for job in jobs)
         for factor in (1, -2):  # changed weights before the second launch
             for w in weights:
@@ -185,7 +190,7 @@ def compare_int4_with_torch(device: torch.device) -> None:
             for w, job, (room, codes, (top, left, bottom, right), scales) in zip(
                 weights, jobs, found, strict=True
             ):
-                packed, expected = int4.quantize(w.bfloat16() if rounded else w, group)
+                packed, expected = int4.quantize(w.bfloat16() if rounded else w, group, INT4_SCALES[rule])
                 packed = packed[top:bottom, left:right] if len(codes) else packed[:0, left:right]
                 assert torch.equal(codes, packed)
                 assert same(scales, torch.full_like(scales, 2.0) if job.scales is None else expected)

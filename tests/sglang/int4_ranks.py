@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -44,7 +45,6 @@ from .models import begin, load_model
 from .ways import WAYS, driven_in
 
 if TYPE_CHECKING:
-    from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.quantize.formats import Format
 
 CPU = torch.device("cpu")
@@ -62,6 +62,7 @@ class Int4Case:
         served: the same in INT4, as SGLang loads them.
         runner: what computes with experts, of SGLang's names.
         unknown: linear layers are of a scheme that was not read.
+        scale: by which rule scales are made.
         started: how a recipe starts it from a checkpoint in BF16; empty if it is started from the served one.
     """
 
@@ -69,6 +70,7 @@ class Int4Case:
     served: tuple[str, str]
     runner: str = "auto"
     unknown: bool = False
+    scale: str = RefitConfig.int4_scale
     started: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -114,7 +116,15 @@ class BesideInt4:
     after_refits: list[list[str]] = field(default_factory=list)
 
 
-def written(folder: Path, group: int, *, experts: bool = False, width: int = 256, **options: Any) -> Int4Case:
+def written(
+    folder: Path,
+    group: int,
+    *,
+    experts: bool = False,
+    width: int = 256,
+    scale: str = RefitConfig.int4_scale,
+    **options: Any,
+) -> Int4Case:
     """A case with ``options`` of :class:`Int4Case`, and its checkpoints in ``folder``; ``width``: of experts."""
     trained, served = (
         tuple(
@@ -124,8 +134,8 @@ def written(folder: Path, group: int, *, experts: bool = False, width: int = 256
         for kind in ("trained", "served")
     )
     for path in served:
-        quantize_to_int4(Path(path), int4(group))
-    return Int4Case((trained[0], trained[1]), (served[0], served[1]), **options)
+        quantize_to_int4(Path(path), int4(group), scale)
+    return Int4Case((trained[0], trained[1]), (served[0], served[1]), scale=scale, **options)
 
 
 def refit_int4(
@@ -236,7 +246,8 @@ class _Scene(BucketScene):
                 for index in (1, 0, 0):
                     self._tell(("poison",))
                     source.take_on(index)
-                    self._sender(source, driven.refit, trainer_quantize_int4=True).refit(version)
+                    keys = {"trainer_quantize_int4": True, "int4_scale": self._case.scale}
+                    self._sender(source, driven.refit, **keys).refit(version)
                     self._tell(("compare", f"{way} {version}", index))
                     version += 1
                 for key, keys in {
@@ -248,7 +259,7 @@ class _Scene(BucketScene):
                     driven.refit.require_servable()
                     self._tell(("compare", f"{way}, {key}", 0))
 
-    def _sender(self, source: CheckpointSource, refit: SglangRefit, **keys: bool) -> SglangSender:
+    def _sender(self, source: CheckpointSource, refit: SglangRefit, **keys: Any) -> SglangSender:
         return SglangSender(source, refit, "cpu", BUCKET_BYTES, **keys)
 
     def _do_poison(self) -> None:
@@ -381,13 +392,17 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
     def sessions_by(engine: str, config: RefitConfig) -> Sessions:
         destination.new_epoch()
         source = CheckpointSource(case.trained, CPU) if rank == 0 else None
-        config = replace(config, trainer_quantize_fp8=False, trainer_quantize_int4=True)
+        config = replace(
+            config, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale
+        )
         return Sessions(rank, engine, config, source, destination, 1)
 
     def mixed(rank: int) -> Sessions:
         destination.new_epoch()
         source = _Partly(case.trained, CPU) if rank == 0 else None
-        config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True)
+        config = replace(
+            CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale
+        )
         return Sessions(rank, "nccl_xfer", config, source, destination, 1)
 
     with mixed(rank) as sessions:

@@ -1,4 +1,4 @@
-"""Kimi-K2.5 from Megatron into a vLLM with its experts in INT4: what arrives is what vLLM loads of Bridge's export."""
+"""Kimi-K2.5 from Megatron into a vLLM with its experts in INT4: what arrives is what vLLM loads of Bridge's own export in INT4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.vllm_processes import vllm_processes
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_two_refits_from_megatron_leave_what_vllm_loads_of_bridges_export(tmp_path: Path) -> None:
+def test_two_refits_by_bridges_rule_leave_what_vllm_loads_of_bridges_own_int4(tmp_path: Path) -> None:
     case = write_kimi_case(tmp_path, "kimi_k25", MARLIN)
     exports = [str(tmp_path / f"exported {version}") for version in range(2)]
     with closing(open_rendezvous("127.0.0.1", RANKS, RANKS)) as server, ThreadPoolExecutor(1) as beside:

@@ -47,7 +47,7 @@ def train(rank: int, meeting: str, checkpoint: str, exports: Sequence[str]) -> d
         for version, folder in enumerate(exports):
             for task in source._tasks:
                 ranks.randomize(task, version)
-            weights = ranks.exported(bridge, model)
+            weights = ranks.exported(bridge, model, unquantized=False)
             if rank == 0:
                 _write(Path(checkpoint), Path(folder), weights)
             torch.distributed.barrier()
@@ -60,6 +60,7 @@ def _write(like: Path, folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
     shutil.copytree(like, folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    # Bridge has made the codes, and this writes what tells vLLM of them.
     quantize_experts(folder)
 
 
@@ -94,7 +95,7 @@ def _session(meeting: str, rank: int, side: Any) -> Iterator[RefitSession]:
     from rlrefit.integration.control import Rendezvous
     from rlrefit.integration.session import RefitSession
 
-    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True)
+    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale="amax/7")
     session = RefitSession.open(Rendezvous.from_json(meeting), rank, lambda: side, config, engine="nccl_xfer")
     try:
         yield session

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from ....integration.config import RefitConfig
-from ....integration.quantize.formats import Format, Fp8Blockwise
+from ....integration.quantize.formats import Format, Fp8Blockwise, as_made
 from ....integration.records.record import RefitRecord
 from ....integration.weights.endpoints import WeightSource
 from ....integration.weights.manifest import TensorSpec
@@ -41,9 +41,10 @@ class SglangSender(BucketSender):
         trainer_quantize_fp8: as ``policy.refit.trainer_quantize_fp8``: each rank makes codes and scales of the weights that the
             engine holds in FP8 blocks. An engine that holds none is a ``RefitMismatch``.
         trainer_quantize_int4: the same of INT4.
+        int4_scale: as ``policy.refit.int4_scale``.
 
     Raises:
-        ValueError: both keys are given.
+        ValueError: both keys are given, or no such rule.
     """
 
     _engine_name = "sglang"
@@ -57,11 +58,14 @@ class SglangSender(BucketSender):
         group: dist.ProcessGroup | None = None,
         trainer_quantize_fp8: bool = False,
         trainer_quantize_int4: bool = False,
+        int4_scale: str = RefitConfig.int4_scale,
     ) -> None:
         super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
-        self._quantizes = RefitConfig(
-            trainer_quantize_fp8=trainer_quantize_fp8, trainer_quantize_int4=trainer_quantize_int4
-        ).quantized_in_transit
+        self._config = RefitConfig(
+            trainer_quantize_fp8=trainer_quantize_fp8,
+            trainer_quantize_int4=trainer_quantize_int4,
+            int4_scale=int4_scale,
+        )
         self._mode: PauseMode = "wait"
 
     def refit(self, version: int, mode: PauseMode = "wait") -> RefitRecord:
@@ -80,7 +84,8 @@ class SglangSender(BucketSender):
         return name.removesuffix(Fp8Blockwise.scale_name_end)
 
     def _begun(self, engines: SglangRefit, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format]:
-        return engines.begin(version, specs, self._mode, self._quantizes)
+        stored = engines.begin(version, specs, self._mode, self._config.quantized_in_transit)
+        return as_made(stored, self._config.int4_scale)
 
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -60,7 +60,8 @@ class QATRefitMixin(SourceRefitMixin):
         """As :meth:`SourceRefitMixin.join_refit`.
 
         Raises:
-            RefitMismatch: engines hold other layers in INT4 than those that are trained so, or in other groups; nothing was written.
+            RefitMismatch: engines hold other layers in INT4 than those that are trained so, or in other groups, or get scales by another
+                rule; nothing was written.
         """
         told = super().join_refit(rendezvous, rank, engine)
         assert self._refit_session is not None
@@ -73,7 +74,8 @@ class QATRefitMixin(SourceRefitMixin):
             raise RefitMismatch(
                 f"{reason}, and so it is with {len(wrong) - 1} more weights: the engine would generate by other weights than training "
                 "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
-                "(exclude, first_layers, last_layers and format of QATConfig)",
+                "(exclude, first_layers, last_layers and format of QATConfig); make scales by one rule (int4_scale of RefitConfig and "
+                "scale of the format)",
                 stage="handshake",
                 rank=rank,
                 parameter=name,
@@ -81,12 +83,12 @@ class QATRefitMixin(SourceRefitMixin):
         return told
 
     def _differing(self, held: dict[str, Format]) -> list[tuple[str, str]]:
-        """Weights that engines hold otherwise than they are trained, each with what differs."""
+        """Weights that reach engines otherwise than they are trained, each with what differs."""
         trained: dict[str, Format] = dict.fromkeys(self.qat.weights, self.qat.config.format)
         return [
             (
                 name,
-                f"the engine holds it {_told(held.get(name))}, and it is trained {_told(trained.get(name))}",
+                f"it reaches the engine {_told(held.get(name))}, and it is trained {_told(trained.get(name))}",
             )
             for name in sorted(held.keys() | trained.keys())
             if held.get(name) != trained.get(name)
