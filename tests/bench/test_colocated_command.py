@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.recipes.bench.room import Need, shortages
@@ -127,6 +127,7 @@ def test_each_device_is_held_against_the_needs_of_its_own_ranks():
     assert short.startswith("GPU 1 has 64.4 GB free, and its ranks need 66.6: ")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 64 << 20), max_size=40))
 def test_tensors_of_an_engine_that_sleeps_lie_apart_in_chunks_of_the_drivers_granularity(sizes):
     chunks, places = arrange(sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Fragment, box_of, intersect, volume
@@ -64,6 +64,7 @@ def test_experts_of_a_layer_stack_and_other_weights_stand_alone():
     assert [t.label for t in tensors_of(specs, held, wanted)] == ["norm"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_merged_boxes_cover_the_same_elements_once(counts, data):
     cells = [tuple((i, i + 1) for i in place) for place in product(*(range(n) for n in counts))]

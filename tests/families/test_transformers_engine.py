@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, Work, of_all_tests
 from tests.spawn import run_ranks
 
 from .checkpoints import config_of, has_prediction, write_pair
@@ -30,22 +30,31 @@ class Result:
     differing: list[str]
 
 
-Results = dict[tuple[str, int], list[Result]]
+Results = dict[str, list[Result]]
 
 
-def refit_all(folder: Path) -> Results:
-    """By family and tensor parallelism, for each rank."""
+def refit_on_two(folder: Path) -> Results:
+    """By family, for each rank of tensor parallelism."""
+    return _refit_on(2, folder)
+
+
+# What one rank takes whole two take in part.
+@of_all_tests
+def refit_alone(folder: Path) -> Results:
+    return _refit_on(1, folder)
+
+
+AHEAD = (refit_on_two, refit_alone)
+
+
+def _refit_on(size: int, folder: Path) -> Results:
     pairs = {family: write_pair(family, folder / family, _EVEN) for family in FAMILIES}
-    ranks = run_ranks(_refit, 2, pairs, timeout_s=300)
-    alone = {(family, 1): [found[0]] for family, found in ranks[0].items()}
-    return alone | {(family, 2): [rank[family][1] for rank in ranks] for family in pairs}
+    ranks = run_ranks(_refit, size, pairs, size, timeout_s=300)
+    return {family: [rank[family] for rank in ranks] for family in pairs}
 
 
-AHEAD = (refit_all,)
-
-
-def _refit(rank: int, pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[Result, Result]]:
-    return {family: (_one(*pair, 1), _one(*pair, 2)) for family, pair in pairs.items()}
+def _refit(rank: int, pairs: dict[str, tuple[str, str]], size: int) -> dict[str, Result]:
+    return {family: _one(*pair, size) for family, pair in pairs.items()}
 
 
 def _one(path_a: str, path_b: str, size: int) -> Result:
@@ -77,18 +86,15 @@ def _one(path_a: str, path_b: str, size: int) -> Result:
     )
 
 
-@pytest.fixture(scope="module")
-def results(found_ahead: FoundAhead) -> Results:
-    return found_ahead.by(refit_all)
-
-
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "refit", [pytest.param(refit_alone, id="1", marks=pytest.mark.full), pytest.param(refit_on_two, id="2")]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
-    family: str, size: int, results: Results
+    family: str, refit: Work, found_ahead: FoundAhead
 ) -> None:
     layers = config_of(family, short=True)["num_hidden_layers"]
-    for rank in results[family, size]:
+    for rank in found_ahead.by(refit)[family]:
         assert rank.refused == ""
         assert rank.differing == rank.misc == []
         predictions = {name for name in rank.unused if is_prediction(name, layers)}

@@ -48,8 +48,9 @@ RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
     "FSDP4 in NVFP4": ("qwen3-moe", {}, torch.bfloat16, {"qat": QATConfig()}),
     "FSDP4 in INT4": ("qwen3-tied", {}, torch.bfloat16, {"qat": IN_INT4}),
 }
-# Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``).
-_MORE = {"FSDP4", ROUTED_IN_FLOAT32}
+# Left to make test-all: other cases have each part of these (weights that are frozen, every rank's ``unused``). Megatron's policies
+# resume in INT4.
+_MORE = {"FSDP4", ROUTED_IN_FLOAT32, "FSDP4 in INT4"}
 
 
 @dataclass(frozen=True)

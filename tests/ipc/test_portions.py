@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import VerificationError
@@ -32,6 +32,7 @@ def of_bytes(sizes: list[int]) -> list[Message]:
     return [Message(0, 1, 0, (Segment(f"w{i}", ((0, n),), 0, n),), n + 16, 0) for i, n in enumerate(sizes)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 1 << 40), max_size=40))
 def test_portions_follow_each_other_and_what_is_left_after_each_falls_by_squares(sizes: list[int]) -> None:
     found = portions_of(of_bytes(sizes))

@@ -95,13 +95,13 @@ ADAPTED = {
     f"{name} with adapters": name for name in ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "DP2")
 }
 IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2", "CP2")
-# Left to make test-all: other cases have each part of these.
+# Left to make test-all: other cases have each part of these. Policies under FSDP2 resume in NVFP4.
 _MORE = {
-    "layouts": {"TP2 and CP2", "PP2 with two virtual stages and CP2"},
+    "layouts": {"TP2 and CP2", "PP2 with two virtual stages and CP2", "DP2 and CP2", "DP2 and EP2"},
     "bfloat16": {"TP2", "PP2 with tied embeddings"},
     "recomputing": {"TP2 and EP2", "CP2"},
     "adapters": {"TP2 with adapters", "DP2 with adapters"},
-    "resumed": {"CP2_EP2", "TP2_EP2_with_adapters"},
+    "resumed": {"CP2_EP2", "TP2_EP2_with_adapters", "PP2_in_NVFP4"},
 }
 
 

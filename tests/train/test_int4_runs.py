@@ -42,6 +42,8 @@ def _train(folder: Path, ray_address: str, trainer: str, *overrides: str) -> Ran
         )
 
 
+# The same ranks, engine and refits are those of train_fsdp_in_int4, but for what the policy computes with.
+@of_all_tests
 @keeping_time
 def train_fsdp_for_int4(folder: Path) -> Ran:
     """Over two ranks, which hold rows of weights."""
@@ -73,13 +75,8 @@ def train_megatron_in_int4(folder: Path) -> Trained:
 AHEAD = (train_fsdp_for_int4, train_fsdp_in_int4, train_megatron_for_int4, train_megatron_in_int4)
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        pytest.param(train_fsdp_for_int4, id="fsdp"),
-        pytest.param(train_megatron_for_int4, id="megatron", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("train", [train_fsdp_for_int4, train_megatron_for_int4], ids=["fsdp", "megatron"])
 def test_the_engine_generates_with_int4_weights_of_the_policy_that_all_came_shard_to_shard(
     found_ahead: FoundAhead, train: Work
 ) -> None:
@@ -90,31 +87,40 @@ def test_the_engine_generates_with_int4_weights_of_the_policy_that_all_came_shar
     assert rows[-1]["refit/bytes_misc"] == 0
 
 
-@pytest.mark.parametrize(
-    ("with_rounding", "without"),
-    [
-        pytest.param(train_fsdp_in_int4, train_fsdp_for_int4, id="fsdp"),
-        pytest.param(train_megatron_in_int4, train_megatron_for_int4, id="megatron", marks=pytest.mark.full),
-    ],
-)
-def test_a_policy_that_trains_in_int4_is_as_near_to_its_engine_as_one_in_bf16(
-    found_ahead: FoundAhead, with_rounding: Work, without: Work
-) -> None:
-    rows, others = found_ahead.by(with_rounding).ran.rows, found_ahead.by(without).rows
-    assert [row["weights/version"] for row in rows] == list(range(STEPS))
-    assert rows[-1]["refit/bytes_misc"] == 0
-    for row, other in zip(rows, others, strict=True):
-        assert 0 < row["generation_kl"] < 5e-5
-        assert row["generation_kl"] < other["generation_kl"] / 10
-
-
-@pytest.mark.parametrize(
+IN_INT4 = pytest.mark.parametrize(
     "train",
     [
         pytest.param(train_fsdp_in_int4, id="fsdp"),
         pytest.param(train_megatron_in_int4, id="megatron", marks=pytest.mark.full),
     ],
 )
+
+
+@IN_INT4
+def test_a_policy_that_trains_in_int4_is_as_near_to_its_engine_as_one_in_bf16(
+    found_ahead: FoundAhead, train: Work
+) -> None:
+    rows = found_ahead.by(train).ran.rows
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert rows[-1]["refit/bytes_misc"] == 0
+    assert all(0 < row["generation_kl"] < 5e-5 for row in rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("with_rounding", "without"),
+    [(train_fsdp_in_int4, train_fsdp_for_int4), (train_megatron_in_int4, train_megatron_for_int4)],
+    ids=["fsdp", "megatron"],
+)
+def test_a_policy_that_trains_in_int4_is_ten_times_as_near_to_its_engine_as_one_that_does_not(
+    found_ahead: FoundAhead, with_rounding: Work, without: Work
+) -> None:
+    rows, others = found_ahead.by(with_rounding).ran.rows, found_ahead.by(without).rows
+    for row, other in zip(rows, others, strict=True):
+        assert row["generation_kl"] < other["generation_kl"] / 10
+
+
+@IN_INT4
 def test_the_engine_holds_bit_for_bit_what_vllm_loads_from_the_policys_checkpoint(
     found_ahead: FoundAhead, train: Work
 ) -> None:

@@ -15,7 +15,9 @@ from tests.families.chains import SIZE, successors, write_chain
 from tests.megatron_trainers import Trainers
 from tests.vllm_processes import forked_engines
 
-pytestmark = pytest.mark.timeout(600)
+# Its parts: Megatron's ranks send MTP layers in tests/families, vLLM's models take them in test_vllm_drafters, and a live engine drafts
+# with what it was sent in test_vllm_eagle_live.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 MODEL, TOKENS = "glm4_moe", 24
 # At which a successor is likely, and other tokens are too.
