@@ -56,8 +56,8 @@ class RefitConfig:
             for an engine that holds them so: 17/64 of their bytes travel.
         trainer_quantize_int4: the trainer quantizes what the engine stores as INT4 (W4A16: symmetric codes of four bits with a scale for
             each group of a row, as compressed-tensors packs them), as it packs it: 9/32 of the bytes travel in groups of 32.
-        int4_scale: by which rule it makes their scales: ``amax/7.5``, compressed-tensors' own, or ``amax/7``, Megatron-Bridge's and
-            slime's (docs/int4.md).
+        int4_scale: by which rule it makes their scales: ``amax/7.5``, compressed-tensors' own, or ``amax/7``, Megatron-Bridge's
+            (docs/int4.md).
         lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
             the names of the base model, for any engine; ``adapter`` sends the active adapter's factors alone, into an
             engine that serves LoRA and already holds the base model. A model without adapters is sent as it is.
