@@ -52,8 +52,9 @@ def train_fsdp_for_int4(folder: Path) -> Ran:
 
 @keeping_time
 def train_fsdp_in_int4(folder: Path) -> Trained:
-    """The same, of a policy that trains with what the engine computes with."""
-    return with_what_vllm_loads(on_shared_cluster(_train, folder, "fsdp", *QAT))
+    """The same, of a policy that trains with what the engine computes with, by Megatron-Bridge's rule for scales."""
+    overrides = (*QAT, "policy.refit.int4_scale=amax/7")
+    return with_what_vllm_loads(on_shared_cluster(_train, folder, "fsdp", *overrides))
 
 
 # Its ranks send rows and columns of codes in tests/quantize, and train for a vLLM in test_train.
