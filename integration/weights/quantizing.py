@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
+from ..config import INT4_SCALES
 from ..layout import Box, Fragment, local_slice, subtract_all
 from ..packing import Cast
 from ..quantize import blocks, nvfp4
-from ..quantize.formats import Codes, Format, Scales, WholeBlocks, code_shape, part_head, wire_names
+from ..quantize.formats import Codes, Format, Scales, WholeBlocks, as_made, code_shape, part_head, wire_names
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
 from .endpoints import HoldsQuantized, WeightSource, gives_memory_back, prepares_alone
@@ -237,7 +238,10 @@ class QuantizingSource:
 
 
 async def quant_weights_by_name(
-    source: WeightSource, formats: Mapping[str, Format], names: Sequence[str] | None = None
+    source: WeightSource,
+    formats: Mapping[str, Format],
+    names: Sequence[str] | None = None,
+    int4_scale: str = INT4_SCALES[0],
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Full tensors for engines whose contract they are: codes and scales one after the other, the rest as it is.
 
@@ -250,6 +254,7 @@ async def quant_weights_by_name(
             ``refit_formats`` of ``VllmRefitExtension``, as plain data for :func:`..quantize.formats.from_json`; in the process
             ``quantized(specs)`` of a destination does.
         names: of unquantized weights; all if left out.
+        int4_scale: as ``policy.refit.int4_scale``.
 
     Yields:
         Name and tensor; of what is quantized the codes, ``float8_e4m3fn`` ``[n, k]`` under the weight's name or INT4's packed ones
@@ -258,6 +263,7 @@ async def quant_weights_by_name(
     Raises:
         ValueError: a weight can't be held in its format.
     """
+    formats = as_made(formats, int4_scale)
     quantizing = QuantizingSource(source, formats)
     chosen = [spec.name for spec in source.specs()] if names is None else list(names)
     wanted: list[str] = []

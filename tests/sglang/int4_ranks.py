@@ -18,7 +18,7 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.quantize.formats import wire_names
+from rlrefit.integration.quantize.formats import as_made, wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.workers.engines.sglang.driver import SglangRefit
@@ -361,7 +361,7 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
     with _without_memory():
         too_little = refusal(destination.quantized, trained[0])
     own = destination.quantized(trained[0])
-    wire = [_on_the_wire(read_checkpoint(path), own) for path in case.trained]
+    wire = [_on_the_wire(read_checkpoint(path), as_made(own, case.scale)) for path in case.trained]
     specs = _specs(wire[0])
     refused = {"BF16": refusal(destination.fragments, trained[0]), "too little memory": too_little}
     some = next(name for name in own if name.endswith("o_proj.weight"))
