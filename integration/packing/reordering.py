@@ -42,7 +42,7 @@ class Unordered:
         memory: contiguous, of this matrix alone; any dtype.
         rows: of it as it lands.
         columns: of it, in elements.
-        bits: of an element, 4, 8 or 16.
+        bits: of an element, 4 or 8.
         tiling: the order.
         slot: which entry of ``choices`` says what becomes of its bytes; None if they stay as they are.
     """
@@ -290,7 +290,7 @@ class _Kind:
         mapped: whether bytes become other bytes.
         paired: as :func:`_paired` says.
         lanes: as :class:`Quads` says; 0 if the order has none.
-        wide: whether a row of a tile has neighbouring words, as many as memory is read at a time.
+        wide: whether a row of a tile of quads has neighbouring words, as many as memory is read at a time.
     """
 
     bits: int
@@ -311,7 +311,7 @@ class _Kind:
             mapped,
             halves and _paired(tiling.order, tiling.columns),
             0 if quads is None else quads.lanes,
-            tiling.columns * job.bits >= 8 * _SECTOR,
+            quads is not None and tiling.columns * job.bits >= 8 * _SECTOR,
         )
 
 

@@ -202,8 +202,8 @@ class Int4:
     Attributes:
         group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
         dtype: torch's name of the dtype of the weights and of their scales.
-        scale: the rule by which a trainer makes scales, one of :data:`..config.INT4_SCALES`. An engine computes with any.
         scale_name_end: as compressed-tensors' checkpoints have it.
+        scale_rule: by which a trainer makes scales, one of :data:`..config.INT4_SCALES`. An engine computes with any, and tells the first.
     """
 
     kind: ClassVar[str] = "int4"
@@ -215,13 +215,13 @@ class Int4:
 
     group: int
     dtype: str = "bfloat16"
-    scale: str = INT4_SCALES[0]
     scale_name_end: str = "_scale"
+    scale_rule: str = INT4_SCALES[0]
 
     def __post_init__(self) -> None:
         int4.check_group(self.group)
-        if self.scale not in INT4_SCALES:
-            raise ValueError(f"scales of INT4 are {' or '.join(INT4_SCALES)}, not {self.scale!r}")
+        if self.scale_rule not in INT4_SCALES:
+            raise ValueError(f"scales of INT4 are {' or '.join(INT4_SCALES)}, not {self.scale_rule!r}")
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"scales of INT4 are bfloat16 or float16, not {self.dtype}")
 
@@ -241,13 +241,13 @@ class Int4:
         return None
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return int4.quantize(weight, self.group, self.scale)
+        return int4.quantize(weight, self.group, self.scale_rule)
 
     def has_kernel(self, rounded: torch.dtype | None) -> bool:
         return rounded in (None, torch.bfloat16)
 
     def on_device(self, jobs: Sequence[QuantizeJob], device: torch.device, round_to_bf16: bool) -> Encoder:
-        return Int4Table.build(jobs, device, self.group, round_to_bf16, self.scale)
+        return Int4Table.build(jobs, device, self.group, round_to_bf16, self.scale_rule)
 
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4] | type[Int4]] = {
@@ -255,10 +255,10 @@ FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8] | type[Nvfp4] | type[Int4]] 
 }
 
 
-def as_made(formats: Mapping[str, Format], int4_scale: str) -> dict[str, Format]:
+def as_made(formats: Mapping[str, Format], scale_rule: str) -> dict[str, Format]:
     """Formats of which engines tell, as the trainer makes them: with its rule for the scales of INT4."""
     return {
-        name: replace(format, scale=int4_scale) if isinstance(format, Int4) else format
+        name: replace(format, scale_rule=scale_rule) if isinstance(format, Int4) else format
         for name, format in formats.items()
     }
 

@@ -11,7 +11,7 @@ There are two rules for scales, and any kernel computes with the codes of both:
   ``w / scale``, limited to -8 and 7, to the nearest integer, ties to the even one;
 - ``amax/7``, Megatron-Bridge 0.6.2's (``quantize_to_int4``), in FP32: ``scale = amax / 7``, 1e-10 at least; then ``w / scale``, to the
   nearest integer in the same way, from -7 to 7. The scale is rounded to the weight's dtype after that. It gives back codes and scales
-  that it made, of what they stand for in BF16.
+  that it made of BF16, of what they stand for in BF16.
 
 Codes have no NaN, so a group that holds a NaN or an infinity gets the scale NaN, with the codes of zeros: it is NaN as a whole.
 (compressed-tensors has codes of no meaning there.)
@@ -34,14 +34,14 @@ _LEAST_SCALE = 1e-10
 
 
 def quantize(
-    weight: torch.Tensor, group: int, scale: str = BY_HALF_RANGE
+    weight: torch.Tensor, group: int, scale_rule: str = BY_HALF_RANGE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight, or a shard that cuts no group.
 
     Args:
         weight: ``[..., k]``, BF16, FP16 or FP32, any strides; ``k`` a multiple of the group.
         group: elements of a row that share a scale, one of :data:`GROUPS`.
-        scale: the rule for scales, one of :data:`..config.INT4_SCALES`.
+        scale_rule: for scales, one of :data:`..config.INT4_SCALES`.
 
     Returns:
         Codes (``int32`` ``[..., k / 8]``) and scales (``[..., k / group]`` in the weight's dtype), contiguous.
@@ -57,16 +57,16 @@ def quantize(
             "BF16"
         )
     dtype, weight = weight.dtype, weight.detach()
-    if scale == BY_LARGEST:
+    if scale_rule == BY_LARGEST:
         weight = weight.float()
     amax = blocks.block_amax(weight, (group,)).to(weight.dtype)
     finite = torch.isfinite(amax)
     # Of a Python number GPUs would multiply by the reciprocal.
     steps = torch.full(
-        (), _MOST if scale == BY_LARGEST else _HALF_RANGE, dtype=weight.dtype, device=weight.device
+        (), _MOST if scale_rule == BY_LARGEST else _HALF_RANGE, dtype=weight.dtype, device=weight.device
     )
     scales = amax / steps
-    if scale == BY_LARGEST:
+    if scale_rule == BY_LARGEST:
         scales = scales.clamp(min=_LEAST_SCALE)
     else:
         scales = torch.where(scales == 0, torch.finfo(weight.dtype).eps, scales)

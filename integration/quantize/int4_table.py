@@ -29,7 +29,7 @@ class Int4Table(Launches):
         device: torch.device,
         group: int,
         round_to_bf16: bool = False,
-        scale: str = BY_HALF_RANGE,
+        scale_rule: str = BY_HALF_RANGE,
     ) -> Int4Table:
         """Compile the kernel for what the jobs need, and put their addresses on the device.
 
@@ -38,7 +38,7 @@ class Int4Table(Launches):
             device: that reads and writes them.
             group: elements of a row that share a scale, one of :data:`.int4.GROUPS`.
             round_to_bf16: weights are exported in BF16, whatever they are kept in.
-            scale: the rule for scales, one of :data:`..config.INT4_SCALES`.
+            scale_rule: for scales, one of :data:`..config.INT4_SCALES`.
 
         Raises:
             ValueError: shapes or dtypes do not fit, a job cuts groups, or several elements of a result share a place.
@@ -60,7 +60,14 @@ class Int4Table(Launches):
             kind = torch.bfloat16 if round_to_bf16 else dtype
             constants = (
                 *(COLUMNS, WORDS[str(dtype)], _ELEMENTS // group, group),
-                *(WORDS[str(kind)], torch.finfo(kind).eps, scale == BY_LARGEST, dtype != kind, unit, down),
+                *(
+                    WORDS[str(kind)],
+                    torch.finfo(kind).eps,
+                    scale_rule == BY_LARGEST,
+                    dtype != kind,
+                    unit,
+                    down,
+                ),
             )
             table = make_table(chosen, unit, partial(_programs, group, down))
             launches.append(Launch(quantize_int4, _WARPS, table, constants, device, ()))

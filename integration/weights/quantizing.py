@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..config import INT4_SCALES
 from ..layout import Box, Fragment, local_slice, subtract_all
 from ..packing import Cast
 from ..quantize import blocks, nvfp4
-from ..quantize.formats import Codes, Format, Scales, WholeBlocks, as_made, code_shape, part_head, wire_names
+from ..quantize.formats import Codes, Format, Scales, WholeBlocks, code_shape, part_head, wire_names
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
 from .endpoints import HoldsQuantized, WeightSource, gives_memory_back, prepares_alone
@@ -238,10 +237,7 @@ class QuantizingSource:
 
 
 async def quant_weights_by_name(
-    source: WeightSource,
-    formats: Mapping[str, Format],
-    names: Sequence[str] | None = None,
-    int4_scale: str = INT4_SCALES[0],
+    source: WeightSource, formats: Mapping[str, Format], names: Sequence[str] | None = None
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Full tensors for engines whose contract they are: codes and scales one after the other, the rest as it is.
 
@@ -252,9 +248,9 @@ async def quant_weights_by_name(
         source: of unquantized weights.
         formats: Hugging Face name of a weight → the format in which the engine stores it. vLLM's workers tell theirs by
             ``refit_formats`` of ``VllmRefitExtension``, as plain data for :func:`..quantize.formats.from_json`; in the process
-            ``quantized(specs)`` of a destination does.
+            ``quantized(specs)`` of a destination does. INT4's scales are made by its ``scale_rule``, of which engines do not know:
+            :func:`..quantize.formats.as_made` gives it the trainer's.
         names: of unquantized weights; all if left out.
-        int4_scale: as ``policy.refit.int4_scale``.
 
     Yields:
         Name and tensor; of what is quantized the codes, ``float8_e4m3fn`` ``[n, k]`` under the weight's name or INT4's packed ones
@@ -263,7 +259,6 @@ async def quant_weights_by_name(
     Raises:
         ValueError: a weight can't be held in its format.
     """
-    formats = as_made(formats, int4_scale)
     quantizing = QuantizingSource(source, formats)
     chosen = [spec.name for spec in source.specs()] if names is None else list(names)
     wanted: list[str] = []

@@ -149,8 +149,8 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
 def _qat(config: TrainConfig) -> QATConfig | None:
     qat = config.policy.qat
     if qat == "int4":
-        format = Int4(config.generation.weight_group, config.model.dtype, config.policy.refit.int4_scale)
-        return QATConfig(activations=False, format=format)
+        group, rule = config.generation.weight_group, config.policy.refit.int4_scale
+        return QATConfig(activations=False, format=Int4(group, config.model.dtype, scale_rule=rule))
     return None if qat == "off" else QATConfig(activations=qat == "w4a4")
 
 

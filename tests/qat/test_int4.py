@@ -208,7 +208,7 @@ def test_what_is_refitted_is_bit_for_bit_what_training_computes_with_after_each_
     checkpoints: Callable[[str], Path], engine: str, scale: str
 ) -> None:
     model = _model(checkpoints("qwen3-moe"))
-    qat = quantize_module(model, replace(CONFIG, format=Int4(GROUP, scale=scale)))
+    qat = quantize_module(model, replace(CONFIG, format=Int4(GROUP, scale_rule=scale)))
     destination = _engine(FSDPSource(model, BF16), dict.fromkeys(qat.weights, CONFIG.format))
     exported: list[dict[str, torch.Tensor]] = []
 

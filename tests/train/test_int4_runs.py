@@ -52,9 +52,8 @@ def train_fsdp_for_int4(folder: Path) -> Ran:
 
 @keeping_time
 def train_fsdp_in_int4(folder: Path) -> Trained:
-    """The same, of a policy that trains with what the engine computes with, by Megatron-Bridge's rule for scales."""
-    overrides = (*QAT, "policy.refit.int4_scale=amax/7")
-    return with_what_vllm_loads(on_shared_cluster(_train, folder, "fsdp", *overrides))
+    """The same, of a policy that trains with what the engine computes with."""
+    return with_what_vllm_loads(on_shared_cluster(_train, folder, "fsdp", *QAT))
 
 
 # Its ranks send rows and columns of codes in tests/quantize, and train for a vLLM in test_train.
@@ -69,8 +68,9 @@ def train_megatron_for_int4(folder: Path) -> Ran:
 @of_all_tests
 @keeping_time
 def train_megatron_in_int4(folder: Path) -> Trained:
-    """In TP2."""
-    return with_what_vllm_loads(on_shared_cluster(_train, folder, "megatron", *QAT))
+    """In TP2, by Megatron-Bridge's rule for scales."""
+    overrides = (*QAT, "policy.refit.int4_scale=amax/7")
+    return with_what_vllm_loads(on_shared_cluster(_train, folder, "megatron", *overrides))
 
 
 AHEAD = (train_fsdp_for_int4, train_fsdp_in_int4, train_megatron_for_int4, train_megatron_in_int4)

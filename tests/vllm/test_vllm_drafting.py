@@ -16,7 +16,7 @@ from tests.megatron_trainers import Trainers
 from tests.vllm_processes import forked_engines
 
 # Its parts: Megatron's ranks send MTP layers in tests/families, vLLM's models take them in test_vllm_drafters, and a live engine drafts
-# with what it was sent in test_vllm_eagle_live.
+# with what an FSDP2 trainer sent, of EAGLE's heads, in test_vllm_eagle_live.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 MODEL, TOKENS = "glm4_moe", 24

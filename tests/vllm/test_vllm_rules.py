@@ -453,9 +453,14 @@ def test_a_part_that_a_constructor_moves_to_the_engines_device_stays_without_mem
     with torch.device("meta"), WeightsStayOnMeta():
         part = nn.Linear(2, 3).to(device=torch.device("cpu"), dtype=BF16)
         moved, real = torch.empty(2).to("cpu"), torch.ones(2, device="cpu").to("cpu")
+        copied = [
+            torch.empty(2).to(*how, **more)
+            for how, more in (((0, BF16, False, True), {}), ((BF16,), {"copy": True}), ((real.to(BF16),), {}))
+        ]
     assert all(parameter.is_meta and parameter.dtype == BF16 for parameter in part.parameters())
     assert moved.is_meta
     assert moved.dtype == torch.float32
+    assert all(tensor.is_meta and tensor.dtype == BF16 for tensor in copied)
     assert real.tolist() == [1, 1]
 
 

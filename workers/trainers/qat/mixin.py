@@ -75,7 +75,7 @@ class QATRefitMixin(SourceRefitMixin):
                 f"{reason}, and so it is with {len(wrong) - 1} more weights: the engine would generate by other weights than training "
                 "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
                 "(exclude, first_layers, last_layers and format of QATConfig); make scales by one rule (int4_scale of RefitConfig and "
-                "scale of the format)",
+                "scale_rule of the format)",
                 stage="handshake",
                 rank=rank,
                 parameter=name,

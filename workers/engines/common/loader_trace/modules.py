@@ -172,8 +172,14 @@ class WeightsStayOnMeta(TorchFunctionMode):
         if func is not torch.Tensor.to or not args[0].is_meta:
             return func(*args, **kwargs)
         tensor, *how = args
-        _, dtype, *_ = torch._C._nn._parse_to(*how, **kwargs)
-        return tensor.to(dtype=dtype or tensor.dtype)
+        how = [
+            one.dtype if isinstance(one, torch.Tensor) else one
+            for one in how
+            # A number of a device, and not whether to wait or to copy.
+            if not isinstance(one, torch.device | str) and type(one) is not int
+        ]
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        return tensor.to(*how, **kwargs) if how or kwargs else tensor
 
 
 def _is_read(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
