@@ -46,21 +46,23 @@ def _scale(amax, KIND: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexp
 @triton.jit
 def _scaled(x, scale, KIND: tl.constexpr, LARGEST: tl.constexpr):
     """``x / scale`` of numbers of a type, no less than -8, in FP32: rounded to the type, or to what has the same code."""
-    ordinary = tl.min(tl.min(scale, axis=1), axis=0) >= LEAST
     if LARGEST:
-        scaled = quotient(x, scale, ordinary)
-    elif tl.bfloat16 == KIND:
-        # Codes change at numbers of nine bits, which lie between two of BF16. What matters is only on which side a quotient is. If it
-        # is not such a number, it is 2 ** -17 of it away at least, for both that are divided have eight bits.
-        if ordinary:
-            # No quotient is beyond 7.52. In steps of 2 ** -18, by which errors of the reciprocal vanish.
-            scaled = tl.fma(x, tl.broadcast_to(inverse_of(scale), x.shape), 48.0) - 48.0
-        else:
-            scaled = tl.maximum(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), -8.0)
-        # The sum has 16 bits less for what is added: to eight bits, ties to even, as long as it stays below the next power of 2.
-        scaled = tl.fma(scaled, -65536.0, tl.fma(scaled, 65536.0, scaled))
+        # No scale of this rule is small.
+        scaled = quotient(x, scale, True)
     else:
-        scaled = tl.maximum(_rounded(quotient(x, scale, ordinary), KIND), -8.0)
+        ordinary = tl.min(tl.min(scale, axis=1), axis=0) >= LEAST
+        if tl.bfloat16 == KIND:
+            # Codes change at numbers of nine bits, which lie between two of BF16. What matters is only on which side a quotient is. If
+            # it is not such a number, it is 2 ** -17 of it away at least, for both that are divided have eight bits.
+            if ordinary:
+                # No quotient is beyond 7.52. In steps of 2 ** -18, by which errors of the reciprocal vanish.
+                scaled = tl.fma(x, tl.broadcast_to(inverse_of(scale), x.shape), 48.0) - 48.0
+            else:
+                scaled = tl.maximum(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), -8.0)
+            # The sum has 16 bits less for what is added: to eight bits, ties to even, as long as it stays below the next power of 2.
+            scaled = tl.fma(scaled, -65536.0, tl.fma(scaled, 65536.0, scaled))
+        else:
+            scaled = tl.maximum(_rounded(quotient(x, scale, ordinary), KIND), -8.0)
     return scaled
 
 
