@@ -79,7 +79,7 @@ class RefitConfig:
     trainer_quantize_fp8: bool = False
     trainer_quantize_mxfp4: bool = False
     trainer_quantize_int4: bool = False
-    int4_scale: str = INT4_SCALES[0]
+    int4_scale: str = "amax/7.5"
     lora: str = "merge"
     port: int = 0
     kv_scales: bool = False
