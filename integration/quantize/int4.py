@@ -62,14 +62,11 @@ def quantize(
     amax = blocks.block_amax(weight, (group,)).to(weight.dtype)
     finite = torch.isfinite(amax)
     # Of a Python number GPUs would multiply by the reciprocal.
-    steps = torch.full(
-        (), _MOST if scale_rule == BY_LARGEST else _HALF_RANGE, dtype=weight.dtype, device=weight.device
-    )
-    scales = amax / steps
     if scale_rule == BY_LARGEST:
-        scales = scales.clamp(min=_LEAST_SCALE)
+        scales = (amax / amax.new_full((), _MOST)).clamp(min=_LEAST_SCALE)
     else:
-        scales = torch.where(scales == 0, torch.finfo(weight.dtype).eps, scales)
+        scales = amax / amax.new_full((), _HALF_RANGE)
+        scales = torch.where(scales == 0, torch.finfo(amax.dtype).eps, scales)
     scaled = weight / blocks.spread(scales, weight.shape, (group,))
     scaled = torch.where(blocks.spread(finite, weight.shape, (group,)), scaled, 0)
     codes = (torch.round(scaled.clamp(_LEAST, _MOST)) + _ZERO).to(torch.uint8)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from tests.as_sent import as_sent
+from tests.as_sent import as_sent, encoded
 
 from . import mappings
 from .cases import INT4, Case, Layout
@@ -173,14 +173,11 @@ def exported(bridge: Any, model: list[Any], unquantized: bool = True) -> dict[st
 
 def _as_int4(source: Any, wanted: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
     """A source that makes INT4 of experts, and what is to come of the full weights."""
-    from rlrefit.integration.quantize.formats import Int4, wire_names
+    from rlrefit.integration.quantize.formats import Int4
     from rlrefit.integration.weights.quantizing import QuantizingSource
 
     formats = {name: Int4(32) for name in wanted if ".mlp.experts." in name}
-    coded = {name: weight for name, weight in wanted.items() if name not in formats}
-    for name, format in formats.items():
-        coded |= zip(wire_names(name, format), format.encode(wanted[name]), strict=True)
-    return QuantizingSource(source, formats), coded
+    return QuantizingSource(source, formats), encoded(wanted, formats)
 
 
 def compare(source: Any, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -91,18 +91,18 @@ def quantize_to_mxfp8(path: Path, config: dict[str, Any], scales: str = "_scale"
     _quantize(path, ("", scales), mxfp8.quantize, config)
 
 
-def quantize_to_int4(path: Path, config: dict[str, Any], scale: str = int4.BY_HALF_RANGE) -> None:
+def quantize_to_int4(path: Path, config: dict[str, Any], scale_rule: str = int4.BY_HALF_RANGE) -> None:
     """Turn a checkpoint into one whose decoder layers' matrices are INT4, as compressed-tensors packs them.
 
     Args:
         path: of the checkpoint.
         config: its ``quantization_config``, whose ``ignore`` list is heeded. Beside an image encoder it is the language model's.
-        scale: by which rule scales are made.
+        scale_rule: by which scales are made.
     """
     group = config["config_groups"]["group_0"]["weights"]["group_size"]
 
     def packed(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return *int4.quantize(weight, group, scale), torch.tensor(weight.shape)
+        return *int4.quantize(weight, group, scale_rule), torch.tensor(weight.shape)
 
     _quantize(path, ("_packed", "_scale", "_shape"), packed, config, config["ignore"])
 

@@ -23,6 +23,7 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
+from tests.as_sent import encoded
 from tests.fp8_refits import (
     CONFIG,
     Sessions,
@@ -62,7 +63,7 @@ class Int4Case:
         served: the same in INT4, as SGLang loads them.
         runner: what computes with experts, of SGLang's names.
         unknown: linear layers are of a scheme that was not read.
-        scale: by which rule scales are made.
+        scale_rule: by which scales are made.
         started: how a recipe starts it from a checkpoint in BF16; empty if it is started from the served one.
     """
 
@@ -70,7 +71,7 @@ class Int4Case:
     served: tuple[str, str]
     runner: str = "auto"
     unknown: bool = False
-    scale: str = RefitConfig.int4_scale
+    scale_rule: str = RefitConfig.int4_scale
     started: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -122,7 +123,7 @@ def written(
     *,
     experts: bool = False,
     width: int = 256,
-    scale: str = RefitConfig.int4_scale,
+    scale_rule: str = RefitConfig.int4_scale,
     **options: Any,
 ) -> Int4Case:
     """A case with ``options`` of :class:`Int4Case`, and its checkpoints in ``folder``; ``width``: of experts."""
@@ -134,8 +135,8 @@ def written(
         for kind in ("trained", "served")
     )
     for path in served:
-        quantize_to_int4(Path(path), int4(group), scale)
-    return Int4Case((trained[0], trained[1]), (served[0], served[1]), scale=scale, **options)
+        quantize_to_int4(Path(path), int4(group), scale_rule)
+    return Int4Case((trained[0], trained[1]), (served[0], served[1]), scale_rule=scale_rule, **options)
 
 
 def refit_int4(
@@ -246,7 +247,7 @@ class _Scene(BucketScene):
                 for index in (1, 0, 0):
                     self._tell(("poison",))
                     source.take_on(index)
-                    keys = {"trainer_quantize_int4": True, "int4_scale": self._case.scale}
+                    keys = {"trainer_quantize_int4": True, "int4_scale": self._case.scale_rule}
                     self._sender(source, driven.refit, **keys).refit(version)
                     self._tell(("compare", f"{way} {version}", index))
                     version += 1
@@ -361,7 +362,7 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
     with _without_memory():
         too_little = refusal(destination.quantized, trained[0])
     own = destination.quantized(trained[0])
-    wire = [_on_the_wire(read_checkpoint(path), as_made(own, case.scale)) for path in case.trained]
+    wire = [encoded(read_checkpoint(path), as_made(own, case.scale_rule)) for path in case.trained]
     specs = _specs(wire[0])
     refused = {"BF16": refusal(destination.fragments, trained[0]), "too little memory": too_little}
     some = next(name for name in own if name.endswith("o_proj.weight"))
@@ -393,7 +394,7 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
         destination.new_epoch()
         source = CheckpointSource(case.trained, CPU) if rank == 0 else None
         config = replace(
-            config, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale
+            config, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale_rule
         )
         return Sessions(rank, engine, config, source, destination, 1)
 
@@ -401,7 +402,7 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
         destination.new_epoch()
         source = _Partly(case.trained, CPU) if rank == 0 else None
         config = replace(
-            CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale
+            CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=case.scale_rule
         )
         return Sessions(rank, "nccl_xfer", config, source, destination, 1)
 
@@ -444,14 +445,3 @@ def _places(model: torch.nn.Module) -> dict[str, int]:
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-
-
-def _on_the_wire(tensors: State, formats: Mapping[str, Format]) -> State:
-    wire: State = {}
-    for name, tensor in tensors.items():
-        format = formats.get(name)
-        if format is None:
-            wire[name] = tensor
-        else:
-            wire |= zip(wire_names(name, format), format.encode(tensor), strict=True)
-    return wire

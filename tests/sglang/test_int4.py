@@ -44,7 +44,7 @@ pytestmark = [
 # Groups, and options of a case.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense, 32": (32, {}),
-    "dense, 128": (128, {"scale": "amax/7"}),
+    "dense, 128": (128, {"scale_rule": "amax/7"}),
     "experts, Marlin, 32": (32, {"experts": True}),
     "experts, Marlin, 128": (128, {"experts": True}),
     "dense, as in a recipe": (64, {"in_a_recipe": True}),

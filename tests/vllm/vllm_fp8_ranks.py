@@ -30,6 +30,7 @@ from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import wire_names
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
+from tests.as_sent import encoded
 from tests.families.checkpoints import quantize_experts, write_pair
 from tests.fp8_refits import (
     Sessions,
@@ -322,7 +323,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     specs = [TensorSpec(*entry) for entry in manifest_of(trained[0])]
     refused = {"BF16": refusal(destination.fragments, manifest_of(trained[0]))}
     own = destination.quantized(specs)
-    wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
+    wire = [encoded(tensors, _of_all_ranks(own)) for tensors in trained]
     some = next((name for name in own if name.endswith("o_proj.weight")), min(own))
     for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = {name: tensor for name, tensor in wire[0].items() if name != left_out}
@@ -406,17 +407,6 @@ def _of_all_ranks(own: dict[str, Format]) -> dict[str, Format]:
     torch.distributed.all_gather_object(answers, own)
     assert all(answers[1].get(name, format) == format for name, format in answers[0].items())
     return answers[0] | answers[1]
-
-
-def _on_the_wire(tensors: Tensors, formats: dict[str, Format]) -> Tensors:
-    wire = {}
-    for name, tensor in tensors.items():
-        format = formats.get(name)
-        if format is None:
-            wire[name] = tensor
-        else:
-            wire |= zip(wire_names(name, format), format.encode(tensor), strict=True)
-    return wire
 
 
 def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
