@@ -49,13 +49,7 @@ def quantize(
     Raises:
         ValueError: the weight cannot be quantized, or ``k`` is not a multiple of the group.
     """
-    check_group(group)
-    blocks.check_weight(weight, (group,))
-    if weight.shape[-1] % group:
-        raise ValueError(
-            f"INT4 in groups of {group} takes rows of a multiple of that, not of {weight.shape[-1]} elements; leave the weight in "
-            "BF16"
-        )
+    _check(weight, group)
     dtype, weight = weight.dtype, weight.detach()
     if scale_rule == BY_LARGEST:
         weight = weight.float()
@@ -91,7 +85,36 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (codes.to(scales.dtype) - _ZERO) * blocks.spread(scales, codes.shape, (group,))
 
 
+def round_trip(weight: torch.Tensor, group: int, scale_rule: str = BY_HALF_RANGE) -> torch.Tensor:
+    """What a weight is for an engine that has its codes: :func:`dequantize` of :func:`quantize`, in its dtype; on a GPU in one pass.
+
+    Args:
+        weight: as in :func:`quantize`.
+        group: as there.
+        scale_rule: as there.
+
+    Raises:
+        ValueError: as in :func:`quantize`.
+    """
+    if not weight.is_cuda:
+        return dequantize(*quantize(weight, group, scale_rule))
+    _check(weight, group)
+    from . import int4_kernels
+
+    return int4_kernels.round_trip(weight.detach(), group, scale_rule)
+
+
 def check_group(group: int) -> None:
     """Raises ValueError for a group of another size than engines' kernels take."""
     if group not in GROUPS:
         raise ValueError(f"INT4 has groups of {', '.join(map(str, GROUPS))} elements, not of {group}")
+
+
+def _check(weight: torch.Tensor, group: int) -> None:
+    check_group(group)
+    blocks.check_weight(weight, (group,))
+    if weight.shape[-1] % group:
+        raise ValueError(
+            f"INT4 in groups of {group} takes rows of a multiple of that, not of {weight.shape[-1]} elements; leave the weight in "
+            "BF16"
+        )

@@ -1,19 +1,26 @@
-"""The Triton kernel of INT4: reads weights once, writes codes and scales. Imported only where it runs.
+"""The Triton kernels of INT4. Imported only where they run.
 
-A program quantizes some groups of one weight of the table. Addresses are plain integers.
+One reads weights once and writes codes and scales: a program quantizes some groups of one weight of the table, whose addresses are plain
+integers. The other writes what codes and scales stand for, in place of weights.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ..packing.kernels import bits_to_bf16
+from ..packing.kernels import FLOATS, bits_to_bf16
 from .fp8_kernels import read_row
-from .nvfp4_kernels import LEAST, in_fp32, inverse_of, larger, quotient
+from .int4 import BY_LARGEST
+from .nvfp4_kernels import LEAST, in_fp32, in_kind, inverse_of, larger, quotient
 
-# The last bit of numbers about 1.5 · 2 ** 23 is worth 1. Codes begin with 8.
+# Elements of a program that writes weights, and its warps.
+_ELEMENTS, _WARPS = 4096, 4
+# The last bit of numbers about it is worth 1.
+_WHOLE = tl.constexpr(1.5 * 2.0**23)
+# Codes begin with 8.
 _SHIFT = tl.constexpr(1.5 * 2.0**23 + 8)
 # What the other bits of eight such numbers come to, where their last four make an int32.
 _OTHERS = tl.constexpr(sum(0x4B400000 << 4 * place for place in range(8)) & 0xFFFFFFFF)
@@ -141,3 +148,48 @@ def quantize_int4(
         tl.where(finite, _rounded(scale, KIND), float("nan")).to(KIND),
         mask=inside & (scales_at != 0),
     )
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _round_trip(
+    weights,
+    out,
+    groups,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """:func:`.int4.dequantize` of :func:`.int4.quantize`, with the same results; constants are those of :func:`quantize_int4`."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    inside = tl.arange(0, BLOCKS) < tl.minimum(groups - first, BLOCKS).to(tl.int32)
+    place = tl.arange(0, BLOCKS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = inside[:, None] & (place >= 0)
+    x = in_fp32(tl.load(weights + first * GROUP + place, mask=mask, other=0.0), False)
+    amax = tl.reduce(tl.abs(x), 1, larger)
+    finite = amax < float("inf")
+    scale = _scale(tl.where(finite, amax, 0.0), KIND, EPSILON, LARGEST)
+    code = (tl.minimum(_scaled(x, scale[:, None], KIND, LARGEST), 7.0) + _WHOLE) - _WHOLE
+    value = tl.where(finite[:, None], code * _rounded(scale, KIND)[:, None], float("nan"))
+    tl.store(out + first * GROUP + place, in_kind(value, KIND), mask=mask)
+
+
+def round_trip(weight: torch.Tensor, group: int, scale_rule: str) -> torch.Tensor:
+    """:func:`.int4.round_trip` of what can be quantized."""
+    weight = weight.contiguous()
+    out, groups, at_once = torch.empty_like(weight), weight.numel() // group, _ELEMENTS // group
+    if groups:
+        with torch.cuda.device_of(weight):
+            _round_trip[(triton.cdiv(groups, at_once),)](
+                weight,
+                out,
+                groups,
+                at_once,
+                group,
+                FLOATS[weight.dtype],
+                torch.finfo(weight.dtype).eps,
+                scale_rule == BY_LARGEST,
+                num_warps=_WARPS,
+            )
+    return out

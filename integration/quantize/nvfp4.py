@@ -65,6 +65,15 @@ def global_scale(*amax: torch.Tensor) -> torch.Tensor:
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Of all elements, read once: FP32, a scalar; 0 without elements, NaN if one is."""
+    return (
+        torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        if x.numel()
+        else x.new_zeros((), dtype=torch.float32)
+    )
+
+
 def quantize(
     weight: torch.Tensor,
     scale_2: torch.Tensor | None = None,
@@ -86,7 +95,8 @@ def quantize(
         ValueError: the weight cannot be quantized, ``k`` is not a multiple of 16, which no engine takes, or
             ``scale_2`` does not fit.
     """
-    amax = _checked_amax(weight)
+    _check(weight)
+    amax = blocks.block_amax(weight, (BLOCK,))
     if scale_2 is None:
         scale_2 = global_scale(amax.amax() if amax.numel() else amax.new_zeros(()))
     g = _per_row(scale_2, weight)
@@ -113,6 +123,28 @@ def dequantize(
     return (values(codes) * blocks.spread(per_block, codes.shape, (BLOCK,))).to(dtype)
 
 
+def round_trip(
+    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic = Arithmetic.WEIGHTS
+) -> torch.Tensor:
+    """What ``x`` is for an engine that has its codes: :func:`dequantize` of :func:`quantize`, in its dtype; on a GPU in one pass.
+
+    Args:
+        x: as in :func:`quantize`.
+        scale_2: the global scale, as there.
+        arithmetic: the order of the operations.
+
+    Raises:
+        ValueError: as in :func:`quantize`.
+    """
+    if not x.is_cuda:
+        return dequantize(*quantize(x, scale_2, arithmetic), x.dtype)
+    _check(x)
+    _per_row(scale_2, x)
+    from . import nvfp4_kernels
+
+    return nvfp4_kernels.round_trip(x.detach(), scale_2, arithmetic)
+
+
 def fake_quantize(
     x: torch.Tensor,
     scale_2: torch.Tensor | None = None,
@@ -120,7 +152,7 @@ def fake_quantize(
 ) -> torch.Tensor:
     """What the engine will compute with in place of ``x``, for training that knows of it.
 
-    The value is ``dequantize(quantize(x))`` in the dtype of ``x``. The gradient passes straight through, but
+    The value is that of :func:`round_trip`. The gradient passes straight through, but
     for elements that a static ``scale_2`` cuts off (beyond ``6 · 448 · scale_2``): theirs is zero.
 
     Args:
@@ -180,12 +212,12 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, scale_2: torch.Tensor | None, arithmetic: Arithmetic
     ) -> torch.Tensor:
-        packed, scales, used = quantize(x, scale_2, arithmetic)
         if scale_2 is None:
             ctx.save_for_backward()
+            scale_2 = global_scale(largest_magnitude(x))
         else:
-            ctx.save_for_backward(in_range(x, used))
-        return dequantize(packed, scales, used, x.dtype)
+            ctx.save_for_backward(in_range(x, scale_2))
+        return round_trip(x, scale_2, arithmetic)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -195,14 +227,13 @@ class _FakeQuantize(torch.autograd.Function):
         return gradient, None, None
 
 
-def _checked_amax(weight: torch.Tensor) -> torch.Tensor:
+def _check(weight: torch.Tensor) -> None:
     blocks.check_weight(weight, (BLOCK,))
     if weight.shape[-1] % BLOCK:
         raise ValueError(
             f"NVFP4 takes rows of a multiple of {BLOCK} elements, not of {weight.shape[-1]}: engines refuse the "
             f"weight; leave it in BF16"
         )
-    return blocks.block_amax(weight, (BLOCK,))
 
 
 def _per_row(scale_2: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

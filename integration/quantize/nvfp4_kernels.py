@@ -1,19 +1,36 @@
-"""The Triton kernel of NVFP4: reads weights once, writes codes and block scales. Imported only where it runs.
+"""The Triton kernels of NVFP4. Imported only where they run.
 
-A program quantizes some blocks of one part of the table. Addresses are plain integers.
+One reads weights once and writes codes and block scales: a program quantizes some blocks of one part of the table, whose addresses are
+plain integers. The other writes what codes and scales stand for, in place of weights or activations.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ..packing.kernels import to_bf16
+from ..packing.kernels import FLOATS, to_bf16
 from .fp8_kernels import e4m3, read_row
+from .nvfp4 import BLOCK, E4M3_TINIEST, Arithmetic
 
+# Of a program.
+_BLOCKS, _WARPS = 256, 4
 # From it on no remainder of a division is too small for FP32.
 LEAST = tl.constexpr(2.0**-90)
+
+
+@triton.jit
+def _beside(size):
+    """What a size of at most 6 is added to, to be rounded to the nearest E2M1 number.
+
+    They are multiples of 1/2 below 2, of 1 below 4, and then of 2, which is what the last bit is worth of a number from 2**22, 2**23 and
+    2**24 on.
+    """
+    return ((tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23)).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -22,10 +39,7 @@ def e2m1(size):
 
     They are the lowest four bits; higher ones have no meaning.
     """
-    # Codes are steps of 1/2 below 2, of 1 below 4, and then of 2, which is what the last bit is worth of a number from 2**22,
-    # 2**23 and 2**24 on.
-    step = (tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23)
-    code = (size + step.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - (149 << 23)
+    code = (size + _beside(size)).to(tl.int32, bitcast=True) - (149 << 23)
     return code + (code >> 22)
 
 
@@ -40,6 +54,13 @@ def in_fp32(x, ROUND: tl.constexpr):
     else:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def in_kind(x, KIND: tl.constexpr):
+    """FP32 numbers rounded to a type."""
+    # Triton's interpreter cuts the bits off.
+    return to_bf16(x) if tl.bfloat16 == KIND else x.to(KIND)
 
 
 @triton.jit
@@ -68,6 +89,35 @@ def quotient(x, by, fast):
     else:
         result = tl.div_rn(x, tl.broadcast_to(by, x.shape))
     return result
+
+
+@triton.jit
+def _scale_of_weights(amax, g, fast, TINIEST: tl.constexpr):
+    """The bits of the scale of a block; ``g``: the global scale."""
+    sixfold = 6.0 * g
+    limit = 512.0 * sixfold
+    scale = quotient(tl.where(amax < limit, amax, limit), sixfold, fast)
+    scale = tl.where(scale < TINIEST, TINIEST, scale)
+    scale = tl.where(scale > 448.0, 448.0, scale)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    return tl.where(amax < float("inf"), e4m3(scale), 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def _decoded(byte):
+    """The number that the bits of a scale stand for, none of which has a sign; of NaN one without meaning."""
+    bits = byte.to(tl.uint32)
+    normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def _sizes_of_weights(x, divisor, finite, fast):
+    """``|x| / divisor``, at most 6: the divisor is a block's scale times the global one."""
+    divisor = tl.where(finite, divisor, 1.0)
+    # E2M1 has no NaN: a block that holds one, or an infinity, is zeros with a scale that is none.
+    most = tl.where(finite, 6.0 * divisor, 0.0)[:, None]
+    return quotient(tl.where(tl.abs(x) < most, tl.abs(x), most), divisor[:, None], fast)
 
 
 @triton.jit
@@ -116,22 +166,8 @@ def quantize_nvfp4(
         largest = tl.max(amax.to(tl.int32, bitcast=True))
         if largest > tl.load(noted, cache_modifier=".cg"):
             tl.atomic_max(noted, largest, sem="relaxed")
-    finite = amax < float("inf")
-    sixfold = 6.0 * g
-    limit = 512.0 * sixfold
-    scale = quotient(tl.where(amax < limit, amax, limit), sixfold, fast)
-    scale = tl.where(scale < TINIEST, TINIEST, scale)
-    scale = tl.where(scale > 448.0, 448.0, scale)
-    scale = tl.where(amax == 0.0, 1.0, scale)
-    byte = tl.where(finite, e4m3(scale), 0x7F).to(tl.uint8)
-    # No scale has a sign.
-    bits = byte.to(tl.uint32)
-    normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    decoded = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
-    divisor = tl.where(finite, decoded * g, 1.0)
-    # E2M1 has no NaN: a block that holds one, or an infinity, is zeros with a scale that is none.
-    most = tl.where(finite, 6.0 * divisor, 0.0)[:, None]
-    size = quotient(tl.where(tl.abs(x) < most, tl.abs(x), most), divisor[:, None], fast)
+    byte = _scale_of_weights(amax, g, fast, TINIEST)
+    size = _sizes_of_weights(x, _decoded(byte) * g, amax < float("inf"), fast)
     # Zero has no sign, nor has a quotient that vanishes.
     code = e2m1(size) + tl.where((x < 0.0) & (size > 0.0), 8, 0)
     low, high = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))
@@ -142,3 +178,87 @@ def quantize_nvfp4(
     tl.store(codes + place, (low + (high << 4)).to(tl.uint8), mask=wanted)
     scale_at = scales_at.to(tl.pointer_type(tl.uint8)) + (down * tl.load(row + 9) + over * tl.load(row + 10))
     tl.store(scale_at, byte, mask=inside & (scales_at != 0))
+
+
+# Tensors of activations have any number of blocks.
+@triton.jit(do_not_specialize=["global_scales", "blocks", "blocks_of_each"])
+def _round_trip(
+    x_at,
+    out_at,
+    global_scales,
+    blocks,
+    blocks_of_each,
+    BLOCKS: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATIONS: tl.constexpr,
+    EACH: tl.constexpr,
+    TINIEST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """:func:`.nvfp4.dequantize` of :func:`.nvfp4.quantize`, with the same results.
+
+    ``KIND``: the type of numbers and results. ``EACH``: ``blocks_of_each`` blocks have a global scale of their own. ``MOST``: as in
+    :func:`quantize_nvfp4`.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    inside = block < tl.minimum(blocks - first, BLOCKS).to(tl.int32)
+    place = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    mask = inside[:, None] & (place >= 0)
+    x = in_fp32(tl.load(x_at + first * 16 + place, mask=mask, other=0.0), False)
+    if EACH:
+        g = tl.load(global_scales + (first + block) // blocks_of_each, mask=inside, other=1.0)
+        fast = (tl.min(g) >= LEAST) & (tl.max(g) <= MOST)
+    else:
+        g = tl.load(global_scales)
+        fast = (g >= LEAST) & (g <= MOST)
+    amax = tl.reduce(tl.abs(x), 1, larger)
+    finite = amax < float("inf")
+    if ACTIVATIONS:
+        inverse = tl.div_rn(1.0, g)
+        made = inverse * (amax * (1.0 / 6.0))
+        # A global scale that is NaN makes all results so, whatever comes of it here.
+        scale = _decoded(e4m3(tl.where(made < 448.0, made, 448.0)))
+        by = scale * tl.div_rn(1.0, inverse)
+        factor = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, by)))
+        size = tl.abs(x) * factor[:, None]
+        size = tl.where(size < 6.0, size, 6.0)
+    else:
+        scale = _decoded(_scale_of_weights(amax, g, fast, TINIEST))
+        size = _sizes_of_weights(x, scale * g, finite, fast)
+    beside = _beside(size)
+    value = (size + beside) - beside
+    # What is rounded to 0 keeps its sign, and what was 0 before has none. (Triton subtracts from 0 to negate.)
+    value = tl.where((x < 0.0) & (size > 0.0), value * -1.0, value) * (scale * g)[:, None]
+    value = tl.where(finite[:, None], value, float("nan"))
+    tl.store(out_at + first * 16 + place, in_kind(value, KIND), mask=mask)
+
+
+def most_global_scale(dtype: torch.dtype, device: torch.device) -> float:
+    """Up to which global scale no quotient of a weight underflows; 0 where Triton's interpreter rounds products before sums."""
+    if device.type != "cuda":
+        return 0.0
+    return {torch.bfloat16: 2.0**7, torch.float16: 2.0**7}.get(dtype, 2.0**-9)
+
+
+def round_trip(x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    """:func:`.nvfp4.round_trip` of what can be quantized, with a global scale that fits."""
+    x, scale_2 = x.contiguous(), scale_2.contiguous()
+    out, blocks = torch.empty_like(x), x.numel() // BLOCK
+    if blocks:
+        with torch.cuda.device_of(x):
+            _round_trip[(triton.cdiv(blocks, _BLOCKS),)](
+                x,
+                out,
+                scale_2,
+                blocks,
+                blocks // scale_2.numel(),
+                _BLOCKS,
+                FLOATS[x.dtype],
+                arithmetic is Arithmetic.ACTIVATIONS,
+                scale_2.numel() > 1,
+                E4M3_TINIEST,
+                most_global_scale(x.dtype, x.device),
+                num_warps=_WARPS,
+            )
+    return out

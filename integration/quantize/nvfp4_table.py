@@ -41,7 +41,7 @@ class Nvfp4Table(Launches):
                 place.
         """
         from .fp8_kernels import WORDS
-        from .nvfp4_kernels import quantize_nvfp4
+        from .nvfp4_kernels import most_global_scale, quantize_nvfp4
 
         groups: dict[tuple[torch.dtype, int, bool], list[Checked]] = {}
         nbytes = 0
@@ -56,7 +56,7 @@ class Nvfp4Table(Launches):
         launches = []
         for (dtype, unit, flat), group in groups.items():
             rounds = round_to_bf16 and dtype != torch.bfloat16
-            most = _most(torch.bfloat16 if round_to_bf16 else dtype, device)
+            most = most_global_scale(torch.bfloat16 if round_to_bf16 else dtype, device)
             constants = (
                 COLUMNS + 2,
                 WORDS[str(dtype)],
@@ -97,10 +97,3 @@ def _in_one_row(found: Checked) -> Checked | None:
     in_a_row = [Strided.packed(one.address, (1, prod(one.shape)), one.itemsize) for one in memory]
     source, codes, scales = in_a_row
     return replace(job, source=job.source.reshape(1, -1)), source, codes, scales
-
-
-def _most(dtype: torch.dtype, device: torch.device) -> float:
-    """Up to which global scale no quotient of a weight underflows; 0 where Triton's interpreter rounds products before sums."""
-    if device.type != "cuda":
-        return 0.0
-    return {torch.bfloat16: 2.0**7, torch.float16: 2.0**7}.get(dtype, 2.0**-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,19 @@ def compare_int4_with_torch(device: torch.device) -> None:
                 codes.copy_(inside)
 
 
+def compare_round_trips_with_torch(device: torch.device) -> None:
+    from rlrefit.integration.quantize.int4_kernels import round_trip
+
+    for group in int4.GROUPS:
+        weights = [
+            w[..., :24, : w.shape[-1] // group * group] for w in hard_weights(CPU) if w.shape[-1] >= group
+        ]
+        weights += [weights[0].float() * 2.0**-120, weights[2].half(), _every_mantissa_by_every(group)]
+        for w, rule in product(weights, INT4_SCALES):
+            found = round_trip(w.to(device), group, rule)
+            assert same(found.cpu(), int4.dequantize(*int4.quantize(w, group, rule))), (group, w.dtype, rule)
+
+
 def _every_mantissa_by_every(group: int) -> torch.Tensor:
     """BF16: groups whose maxima have each mantissa, each with elements of each mantissa, down to those that vanish."""
     mantissas = 1 + torch.arange(128) / 128
@@ -229,6 +243,7 @@ def _every_mantissa_by_every(group: int) -> torch.Tensor:
 
 def interpret_kernel(folder: Path) -> None:
     run_interpreted(compare_int4_with_torch, CPU)
+    run_interpreted(compare_round_trips_with_torch, CPU)
 
 
 AHEAD = (interpret_kernel,)

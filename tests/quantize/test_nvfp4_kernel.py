@@ -7,8 +7,11 @@ import torch
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.jobs import GlobalScale, QuantizeJob
+from rlrefit.integration.quantize.nvfp4 import Arithmetic
 from rlrefit.integration.quantize.nvfp4_table import Nvfp4Table
 from tests.triton_interpreter import run_interpreted
+
+from .weights import same
 
 CPU = torch.device("cpu")
 
@@ -121,6 +124,27 @@ def compare_kernel_with_torch(dtype: torch.dtype, device: torch.device = CPU) ->
             if job.scales is None:
                 made = torch.full_like(scales.view(torch.uint8), 0x55).view(made.dtype)
             assert torch.equal(scales.view(torch.uint8), made.view(torch.uint8)), (number, factor)
+
+
+def compare_round_trips_with_torch(device: torch.device) -> None:
+    from rlrefit.integration.quantize.nvfp4_kernels import round_trip
+
+    whole = [w for w in hard_weights() if w.numel()]
+    stack = torch.stack([whole[0], whole[0] * 2.0**-12, whole[0] * 3]).bfloat16()
+    for w in [*whole, stack]:
+        leading = w.shape[: w.dim() - 2]
+        finite = w.float().nan_to_num(0.0, 0.0, 0.0).flatten(len(leading))
+        amax = torch.linalg.vector_norm(finite, torch.inf, dim=-1)
+        for factor in (1.0, 0.3, 2.0**-40, 2.0**-95, 2.0**8, torch.nan, torch.inf):
+            scale = (nvfp4.global_scale(amax) * factor).clamp(min=nvfp4.LEAST_GLOBAL_SCALE)
+            for arithmetic in Arithmetic:
+                expected = nvfp4.dequantize(*nvfp4.quantize(w, scale, arithmetic), w.dtype)
+                found = round_trip(w.to(device), scale.to(device), arithmetic)
+                assert same(found.cpu(), expected), (w.dtype, w.shape, factor, arithmetic)
+
+
+def test_what_the_kernel_puts_in_place_of_numbers_is_what_their_codes_and_scales_stand_for() -> None:
+    run_interpreted(compare_round_trips_with_torch, CPU)
 
 
 def test_the_kernel_gives_the_bytes_of_torch_for_weights_that_are_rounded_first() -> None:

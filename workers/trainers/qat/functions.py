@@ -41,8 +41,10 @@ def fake_weight(
                     "dtype that is exported",
                     stage="quantize",
                 )
-            return int4.dequantize(*format.encode(weight.to(format.scale_dtype))).to(weight.dtype)
-        return nvfp4.dequantize(*nvfp4.quantize(weight, scale_2), dtype=weight.dtype)
+            made_of = weight.to(format.scale_dtype)
+            return int4.round_trip(made_of, format.group, format.scale_rule).to(weight.dtype)
+        assert scale_2 is not None
+        return nvfp4.round_trip(weight, scale_2)
 
 
 def straight_through(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -462,7 +462,7 @@ class InputScales:
         """Note the largest magnitude of ``x``, and return it."""
         with torch.no_grad():
             noted = self._amax if self._seen is None else self._seen
-            seen = x.abs().amax().float().to(noted.device) if x.numel() else noted.new_zeros(())
+            seen = nvfp4.largest_magnitude(x).to(noted.device)
             noted[position] = torch.maximum(noted[position], seen)
             return seen
 
