@@ -98,5 +98,5 @@ def test_what_can_not_be_written_in_place_is_refused_by_name(
         assert ("model.normalizer" in rank.refusals["random buffers"]) == (family == "gemma2")
         wider = {"gpt_oss": "gate_up_proj_bias", "qwen3_next": "A_log"}.get(family, "")
         assert wider in rank.refusals["no room to cast in"]
-        joined = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+        joined = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25")
         assert ("joins it with other weights" in rank.refusals["FP32"]) == joined
