@@ -35,6 +35,10 @@ class NotRearranged(ValueError):
     """The step does more than to put elements elsewhere, or in an order that is no sum over dimensions."""
 
 
+class NotFoundOut(NotRearranged):
+    """The device has too little memory left to find out what the step does; another time it may have more."""
+
+
 class Digit(NamedTuple):
     """A factor of a dimension: its size, and the distance in memory of neighbours along it, in elements."""
 

@@ -225,6 +225,10 @@ class Int4:
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"scales of INT4 are bfloat16 or float16, not {self.dtype}")
 
+    def __str__(self) -> str:
+        # Errors tell by it what engines hold, which have no rule.
+        return f"Int4(group={self.group}, dtype={self.dtype!r}, scale_name_end={self.scale_name_end!r})"
+
     @property
     def scale_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float16

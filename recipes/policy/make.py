@@ -79,7 +79,7 @@ class TrainsInFourBits(QATRefitMixin, Policy):
         qat = self.config.qat
         assert qat is not None
         # Checkpoints of runs in NVFP4 stay as they were.
-        format = {} if qat.format == NVFP4 else {"qat.format": str(qat.format)}
+        format = {} if qat.format == NVFP4 else {"qat.format": repr(qat.format)}
         return super()._identity() | {"qat": str(qat), **format}
 
     def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:

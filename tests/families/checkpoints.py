@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.quantize.int4_checkpoint import quantization_config
 from tests.gpu.vllm_checkpoints import quantize_to_int4
 
@@ -391,9 +392,14 @@ def _write_kimi_k25(folder: Path, keys: dict[str, Any]) -> None:
         shutil.copy(str(module.__file__), folder)
 
 
-def quantize_experts(folder: Path) -> None:
-    """Let a checkpoint of Kimi's have its experts in INT4 in groups of 32, as compressed-tensors packs them, and all else in BF16."""
-    quantize_to_int4(folder, quantization_config(32, _NOT_QUANTIZED))
+def quantize_experts(folder: Path, scale_rule: str = RefitConfig.int4_scale) -> None:
+    """Let a checkpoint of Kimi's have its experts in INT4 in groups of 32, as compressed-tensors packs them, and all else in BF16.
+
+    Args:
+        folder: of the checkpoint.
+        scale_rule: by which scales are made.
+    """
+    quantize_to_int4(folder, quantization_config(32, _NOT_QUANTIZED), scale_rule)
 
 
 def know_configuration(folder: Path) -> None:

@@ -139,7 +139,7 @@ _HYBRIDS = ("nemotron_h", "nemotron_h-latent")
 _COMPUTED = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
 TRANSFORMERS = Engine(dict.fromkeys((*_ALL_IN_BOTH, *_HYBRIDS, *_GEMMA4), ()))
 SGLANG = Engine(
-    {**dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2"), ()), **dict.fromkeys(_HYBRIDS, _COMPUTED)}
+    {**dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2", "kimi_k25"), ()), **dict.fromkeys(_HYBRIDS, _COMPUTED)}
 )
 
 

@@ -272,6 +272,7 @@ def test_an_engine_that_holds_other_layers_in_int4_than_are_trained_so_is_refuse
     with pytest.raises(RefitMismatch) as error:
         _joined(_worker(model, qat, by_another_rule), _engine(source, same), by_another_rule)
     assert error.value.parameter == min(same)
+    assert all(rule in str(error.value) for rule in INT4_SCALES)
     plain = _model(checkpoints("qwen3"))
     but_one = QATConfig((*DEFAULT_EXCLUDED, "*.1.self_attn.o_proj"), activations=False, format=Int4(GROUP))
     with pytest.raises(RefitMismatch) as error:

@@ -6,6 +6,7 @@ Marlin's one function in CUDA is :mod:`tests.marlin`'s.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from rlrefit.recipes.rollout.arguments import int4
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.as_sent import encoded
+from tests.families.checkpoints import quantize_experts
 from tests.fp8_refits import (
     CONFIG,
     Sessions,
@@ -40,6 +42,7 @@ from tests.gpu.vllm_trainer import CheckpointSource
 from tests.marlin import gptq_marlin_repack
 
 from .eagle_ranks import DRAFTER, Heads, Pair, loaded_pair
+from .family_checkpoints import write_as_published
 from .family_ranks import load_by_sglang
 from .fp8_bucket_ranks import BUCKET_BYTES, BucketScene
 from .models import begin, load_model
@@ -137,6 +140,17 @@ def written(
     for path in served:
         quantize_to_int4(Path(path), int4(group), scale_rule)
     return Int4Case((trained[0], trained[1]), (served[0], served[1]), scale_rule=scale_rule, **options)
+
+
+def written_kimi(folder: Path, scale_rule: str = RefitConfig.int4_scale, runner: str = "auto") -> Int4Case:
+    """A case of Kimi-K2.5, with experts alone in INT4 in groups of 32."""
+    sizes = {"vocab_size": 128, "hidden_size": 256, "moe_intermediate_size": 256}
+    latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+    trained = write_as_published("kimi_k25", folder / "trained", sizes | latent)
+    first, second = (str(shutil.copytree(path, folder / f"served {Path(path).name}")) for path in trained)
+    for path in (first, second):
+        quantize_experts(Path(path), scale_rule)
+    return Int4Case(trained, (first, second), runner=runner, scale_rule=scale_rule)
 
 
 def refit_int4(
@@ -365,7 +379,7 @@ def _one_case(rank: int, case: Int4Case) -> Int4Result:
     wire = [encoded(read_checkpoint(path), as_made(own, case.scale_rule)) for path in case.trained]
     specs = _specs(wire[0])
     refused = {"BF16": refusal(destination.fragments, trained[0]), "too little memory": too_little}
-    some = next(name for name in own if name.endswith("o_proj.weight"))
+    some = next((name for name in own if name.endswith("o_proj.weight")), min(own))
     for occasion, left_out in zip(("no codes", "no scales"), wire_names(some, own[some]), strict=True):
         rest = [spec for spec in specs if spec.name != left_out]
         refused[occasion] = refusal(destination.fragments, rest)

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, str, int, int | None, bool, dict[str, Any]]] = {
     "qwen3 TP1": ("qwen3", "EAGLE3", 1, 64, True, {}),
     "qwen3 TP2": ("qwen3", "EAGLE3", 2, 64, True, {}),
     "all tokens TP1": ("llama", "EAGLE3", 1, None, False, {}),
+    "tied TP1": ("llama", "EAGLE3", 1, 64, True, {"tie_word_embeddings": True}),
     "the model's head TP1": ("llama", "EAGLE3", 1, None, False, {"draft_vocab_size": None}),
     "EAGLE-1 TP1": ("llama", "EAGLE", 1, None, False, EAGLE1),
     "EAGLE-1 TP2": ("llama", "EAGLE", 2, None, True, EAGLE1),
@@ -80,7 +81,7 @@ def _unwanted(case: str) -> set[str]:
     """Weights of the head that a trainer need not send: SGLang has them of the model, or not at all."""
     _, _, _, tokens, embedded, changes = CASES[case]
     found = {"drafter.embed_tokens.weight"} if embedded else set()
-    if "draft_vocab_size" in changes:
+    if "draft_vocab_size" in changes or "tie_word_embeddings" in changes:
         found.add("drafter.lm_head.weight")
     return found | ({"drafter.t2d"} if tokens else set())
 
@@ -101,14 +102,16 @@ def test_refits_give_model_and_head_what_sglang_loads_from_the_new_checkpoints(
 def test_heads_go_in_place_but_their_mapping_and_what_sglang_has_of_the_model(
     results: Results, case: str
 ) -> None:
-    _, algorithm, _, tokens, _, _ = CASES[case]
+    _, algorithm, _, tokens, _, changes = CASES[case]
+    # Such a head is its embedding, which is the model's.
+    tied = "tie_word_embeddings" in changes
     own_head = algorithm == "EAGLE3" and "drafter.lm_head.weight" not in _unwanted(case)
     for rank in results[case]:
         assert rank.misc.keys() == ({"drafter.d2t"} if tokens else set())
         assert rank.unused == _unwanted(case)
         assert {"drafter.fc.weight", "model.embed_tokens.weight"} <= rank.bulk
         assert ("drafter.lm_head.weight" in rank.bulk) == own_head
-        assert ("lm_head.weight" in rank.shared) != own_head
+        assert ("lm_head.weight" in rank.shared) == (not own_head and not tied)
         assert "model.embed_tokens.weight" in rank.shared
         assert rank.left_out == bool(_unwanted(case) - {"drafter.t2d"})
 

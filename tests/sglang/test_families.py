@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.families.checkpoints import CONFIGS, config_of, has_prediction, write_pair
+from tests.families.checkpoints import config_of, has_prediction
 from tests.families.expected import MISC, SGLANG, is_of, is_prediction
 from tests.spawn import run_alone, run_ranks
 
+from .family_checkpoints import write_as_published
 from .family_ranks import FamilyResult, refit_families
 
 pytestmark = [
@@ -25,58 +23,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 
-# A vocabulary that SGLang pads on no rank.
-_UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 40.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
-# What published configurations have, and SGLang goes by.
-_CHANGES: dict[str, dict[str, Any]] = {
-    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
-    # Places that SGLang pads on no rank.
-    "gemma3-vl": {"vision_config": {**CONFIGS["gemma3-vl"]["vision_config"], "image_size": 64}},
-    # GLM-5's are published without YaRN, but SGLang knows no other places for latent attention on a CPU.
-    **{
-        key: {
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "moe_layer_freq": 1,
-            "rope_scaling": _YARN,
-        }
-        for key in ("deepseek_v3", "glm_moe_dsa")
-    },
-}
-# The same of what transformers would not write, or would write in its own way; None takes a key out.
-_WRITTEN: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"swiglu_limit": 7.0},
-    # SGLang has a name of its own for the groups, and its default is what is published.
-    **{
-        key: {
-            "layers_block_type": None,
-            "layer_types": None,
-            "mtp_layers_block_type": None,
-            "mamba_n_groups": 4,
-        }
-        for key in ("nemotron_h", "nemotron_h-latent")
-    },
-    **{
-        key: {"full_attention_interval": 2}
-        for key in (
-            "qwen3_next",
-            "qwen3_5_text",
-            "qwen3_5_moe",
-            "qwen3_5_moe-stacked",
-            "qwen3_5",
-            "qwen3_5_moe-vl",
-        )
-    },
-}
 # Mixtral stands in no table: no trainer of these tests has it.
 FAMILIES = (*SGLANG.misc, "mixtral")
 SIZES = (1, 2)
@@ -93,22 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def _write_pairs(folder: Path, families: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for family in families:
-        changes = _UNPADDED | _CHANGES.get(family, {})
-        # Published biases of routers are in FP32.
-        pair = write_pair(family, folder / family, changes, router_dtype=torch.float32)
-        for path in pair:
-            file = Path(path) / "config.json"
-            keys = json.loads(file.read_text())
-            # Beside an image encoder's, those of the language model.
-            text = keys.get("text_config", keys)
-            text |= _WRITTEN.get(family, {})
-            for name in [name for name, value in text.items() if value is None]:
-                del text[name]
-            file.write_text(json.dumps(keys))
-        pairs.append(pair)
-    return pairs
+    return [write_as_published(family, folder / family) for family in families]
 
 
 def _refit(folder: Path, families: Sequence[str]) -> Results:
@@ -167,5 +98,5 @@ def test_what_can_not_be_written_in_place_is_refused_by_name(
         assert ("model.normalizer" in rank.refusals["random buffers"]) == (family == "gemma2")
         wider = {"gpt_oss": "gate_up_proj_bias", "qwen3_next": "A_log"}.get(family, "")
         assert wider in rank.refusals["no room to cast in"]
-        joined = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+        joined = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25")
         assert ("joins it with other weights" in rank.refusals["FP32"]) == joined

@@ -32,6 +32,7 @@ from .int4_ranks import (
     refit_int4,
     refit_int4_in_buckets,
     written,
+    written_kimi,
 )
 from .models import matrices
 from .ways import WAYS
@@ -52,6 +53,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts, Triton, 32": (32, {"experts": True, "runner": "triton"}),
     "experts, Triton, 128": (128, {"experts": True, "runner": "triton"}),
 }
+# Experts alone are in INT4, in groups of 32: the rule for scales, and what computes with the experts.
+KIMI = {"Kimi-K2.5, Marlin": ("amax/7", "auto"), "Kimi-K2.5, Triton": ("amax/7.5", "triton")}
 OTHER = "a scheme that was not read"
 IN_BUCKETS = ("dense, 128", "experts, Marlin, 32")
 REFITS = 3
@@ -76,6 +79,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Int4Case]:
         written_by = {option: value for option, value in options.items() if option != "in_a_recipe"}
         case = written(folder / name, group, **written_by)
         found[name] = _as_in_a_recipe(case, group) if "in_a_recipe" in options else case
+    for name, (rule, runner) in KIMI.items():
+        # Not in this process, which may have SGLang's own configurations in transformers, which are others.
+        found[name] = run_alone(written_kimi, folder / name, rule, runner, environment={})
     return found
 
 
@@ -149,7 +155,7 @@ def test_experts_are_computed_with_by_what_the_case_or_its_recipe_asks_for(
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *KIMI])
 def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_were(
     results: Results, case: str
 ) -> None:
@@ -159,7 +165,7 @@ def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_w
         assert rank.moved == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *KIMI])
 def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Results, case: str) -> None:
     for rank in results[case]:
         assert rank.reasons == {}
@@ -173,6 +179,22 @@ def test_the_engine_names_what_it_holds_in_int4_and_nothing_else(results: Result
     names = matrices("experts" in options)
     for rank in results[case]:
         assert rank.own == dict.fromkeys(names, Int4(group))
+
+
+@pytest.mark.parametrize("case", KIMI)
+def test_of_kimi_experts_alone_arrive_as_codes_and_image_encoder_and_all_else_in_bf16(
+    results: Results, case: str
+) -> None:
+    projections = ("gate_proj", "up_proj", "down_proj")
+    experts = {
+        f"language_model.model.layers.1.mlp.experts.{expert}.{projection}.weight"
+        for expert in range(4)
+        for projection in projections
+    }
+    for rank in results[case]:
+        assert rank.own == dict.fromkeys(experts, Int4(32))
+        for part in ("vision_tower.encoder.blocks.1.wqkv.weight", "mm_projector.proj.2.bias"):
+            assert part in rank.bulk
 
 
 @pytest.mark.parametrize("case", CASES)

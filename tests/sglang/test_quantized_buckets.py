@@ -10,11 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlrefit.integration.config import INT4_SCALES
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitMismatch
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, to_json
+from rlrefit.integration.quantize.formats import (
+    Format,
+    Fp8Blockwise,
+    Int4,
+    Mxfp8,
+    as_made,
+    to_json,
+    wire_names,
+)
 from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit, merged
 from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
 from tests.spawn import run_ranks
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, modules, weights
@@ -186,6 +197,63 @@ def test_a_weight_and_its_scales_share_a_bucket_however_small(
     assert nbytes > 1 or len(buckets) == len(weights(0))
 
 
+class _Trained(Holder):
+    """The one linear layer of a model in training, by its name there."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def take_on(self, index: int) -> None:
+        for tensor in self.held.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
+
+
+@pytest.mark.parametrize("rule", INT4_SCALES)
+def test_an_engine_that_would_compute_with_other_weights_than_int4_training_does_is_refused_and_goes_on(
+    driven: Driven, rule: str
+) -> None:
+    name, other = "linear.weight", next(found for found in INT4_SCALES if found != rule)
+    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)})
+    qat = quantize_module(model, QATConfig(activations=False, format=Int4(32, scale_rule=rule)))
+    source, worker, held = _Trained(model), driven.manager.worker, driven.manager.holder.held
+    held.clear()
+    held |= {name: torch.zeros(8, 64, dtype=torch.bfloat16)}
+
+    def sender(**keys: Any) -> SglangSender:
+        return SglangSender(source, driven.refit, "cpu", BUCKET_BYTES, qat=qat, **keys)
+
+    def refused(**keys: Any) -> None:
+        before = {held_name: tensor.clone() for held_name, tensor in held.items()}
+        with pytest.raises(RefitMismatch) as met:
+            sender(**keys).refit(9)
+        assert (met.value.parameter, met.value.stage) == (name, "handshake")
+        assert "begin" not in driven.manager.calls[asked:]
+        assert not driven.manager.paused
+        driven.refit.require_servable()
+        assert all(torch.equal(held[held_name], tensor) for held_name, tensor in before.items())
+
+    asked = 0
+    refused()
+    for group in (64, 32):
+        # As an engine tells it, which has no rule.
+        worker.blocks = {name: Int4(group)}
+        codes, scales = worker.blocks[name].encode(torch.zeros(8, 64, dtype=torch.bfloat16))
+        held.clear()
+        held |= dict(zip(wire_names(name, Int4(group)), (codes, scales), strict=True))
+        refused(trainer_quantize_int4=True, int4_scale=rule if group == 64 else other)
+    for version, index in enumerate((1, 2)):
+        source.take_on(index)
+        driven.manager.holder.poison()
+        sender(trainer_quantize_int4=True, int4_scale=rule).refit(version)
+        made = as_made(worker.blocks, rule)[name].encode(source.held[name])
+        assert all(torch.equal(found, wanted) for found, wanted in zip(held.values(), made, strict=True))
+    asked = len(driven.manager.calls)
+    refused(trainer_quantize_int4=True, int4_scale=other)
+    SglangSender(
+        source, driven.refit, "cpu", BUCKET_BYTES, trainer_quantize_int4=True, int4_scale=other
+    ).refit(2)
+
+
 def _answer(weights: dict[str, int], *formats: Format) -> dict[str, Any]:
     return {"weights": weights, "formats": [to_json(format) for format in formats]}
 
@@ -202,5 +270,9 @@ def test_what_workers_hold_is_taken_together_and_has_to_agree() -> None:
     with pytest.raises(RefitMismatch, match=r"worker 1 holds it as .*ue8m0=True") as met:
         merged([shared, _answer({"attention": 0}, powers)])
     assert met.value.parameter == "attention"
+    with pytest.raises(RefitMismatch, match=r"group=64.*group=32") as met:
+        merged([_answer({"attention": 0}, Int4(32)), _answer({"attention": 0}, Int4(64))])
+    # Of scales' rules engines know nothing.
+    assert not [rule for rule in INT4_SCALES if rule in str(met.value)]
     with pytest.raises(RefitError, match="unknown here"):
         merged([{"weights": {}, "formats": [to_json(Mxfp8()) | {"kind": "another"}]}])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fp8_ranks import Fp8Result, refit_int4_but, write_int4_case, write_kimi_case
+from vllm_fp8_ranks import Fp8Result, ShortOfMemory, refit_int4_but, write_int4_case, write_kimi_case
 from vllm_int4 import CPU, MARLIN, UNKNOWN
 
 from rlrefit.integration.quantize.formats import Int4
@@ -39,24 +39,26 @@ ALL, IN_PLACE = left_to_all([*LISTED, *KIMI], _STAGES), left_to_all(CASES, _STAG
 # Of what codes, and scales, are left out.
 LEFT_OUT = dict.fromkeys(KIMI, "mlp.experts.w2_")
 Results = dict[str, list[Fp8Result]]
+# Beside them what each rank told of experts whose groups are cut, and saw with too little memory.
+Found = tuple[Results, list[str], list[ShortOfMemory]]
 # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
 CUT = {"experts": True, "width": 192}
 
 
-def refit_int4(folder: Path) -> tuple[Results, list[str]]:
-    """In one pair of processes; and what each of them told of experts whose groups are cut."""
+def refit_int4(folder: Path) -> Found:
+    """In one pair of processes."""
     return _refit(folder, {*LISTED, *KIMI} - _STAGES)
 
 
 @of_all_tests
-def refit_int4_in_stages(folder: Path) -> tuple[Results, list[str]]:
+def refit_int4_in_stages(folder: Path) -> Found:
     return _refit(folder, _STAGES)
 
 
 AHEAD = (refit_int4, refit_int4_in_stages)
 
 
-def _refit(folder: Path, names: set[str]) -> tuple[Results, list[str]]:
+def _refit(folder: Path, names: set[str]) -> Found:
     cases = sorted(names)
     listed = []
     for name in cases:
@@ -66,15 +68,17 @@ def _refit(folder: Path, names: set[str]) -> tuple[Results, list[str]]:
         kernel, group, options = LISTED[name]
         listed.append(write_int4_case(folder / name, kernel, int4(group), **options))
     cut = write_int4_case(folder / "cut", CPU, int4(64), **CUT)
-    by_rank = run_ranks(refit_int4_but, 2, listed, cut, timeout_s=PATIENT_S, made_by=vllm_processes)
-    results, told = zip(*by_rank, strict=True)
-    return dict(zip(cases, map(list, zip(*results, strict=True)), strict=True)), list(told)
+    short = write_int4_case(folder / "short", MARLIN, int4(64))
+    by_rank = run_ranks(refit_int4_but, 2, listed, cut, short, timeout_s=PATIENT_S, made_by=vllm_processes)
+    results, told, short_of_memory = zip(*by_rank, strict=True)
+    by_case = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
+    return by_case, list(told), list(short_of_memory)
 
 
 @pytest.fixture
 def ranks(case: str, found_ahead: FoundAhead) -> list[Fp8Result]:
     """What each rank of a case saw."""
-    found: tuple[Results, list[str]] = found_ahead.by(refit_int4_in_stages if case in _STAGES else refit_int4)
+    found: Found = found_ahead.by(refit_int4_in_stages if case in _STAGES else refit_int4)
     return found[0][case]
 
 
@@ -133,10 +137,24 @@ def test_layers_of_a_kernel_that_was_not_read_take_the_misc_path_packed(
 
 
 def test_experts_whose_shards_cut_groups_are_refused(found_ahead: FoundAhead) -> None:
-    _, told = found_ahead.by(refit_int4)
+    _, told, _ = found_ahead.by(refit_int4)
     # Releases from 0.26 on refuse them themselves, as they load.
     assert all(one.startswith(("RefitError", "ValueError")) for one in told)
     assert all("group" in one for one in told)
+
+
+def test_layers_that_found_too_little_memory_take_vllms_reload_until_the_next_epoch_finds_enough(
+    found_ahead: FoundAhead,
+) -> None:
+    *_, ranks = found_ahead.by(refit_int4)
+    for rank in ranks:
+        assert not any(rank.differing.values()), rank.differing
+        assert len(rank.differing) == 6
+        first, second, third = rank.misc
+        assert first > second > third == 0
+        assert all("gpu_memory_utilization" in reason for reason in rank.reasons)
+        told = [[text for text in warned if "next epoch" in text] for warned in rank.warned]
+        assert [len(texts) for texts in told] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("case", ALL)

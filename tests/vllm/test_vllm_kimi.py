@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from vllm_fp8_ranks import write_kimi_case
 from vllm_int4 import MARLIN
-from vllm_kimi_ranks import RANKS, serve, train
+from vllm_kimi_ranks import serve
 
 from rlrefit.integration.control import open_rendezvous
+from tests.families.kimi_trainer import RANKS, train
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 

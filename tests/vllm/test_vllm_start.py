@@ -447,7 +447,7 @@ def test_a_trace_is_outdated_by_another_manifest_parameters_of_another_layout_an
     layout = {"weight": ((4, 2), (2, 1), torch.float32)}
     misc = ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}, {}, lambda landing: None, {})
     promised = {"w": Fp8Blockwise()}
-    routes = VllmRoutes(manifest, layout, promised, {}, (), (), {}, misc, {})
+    routes = VllmRoutes(manifest, layout, promised, {}, (), (), {}, (), misc, {})
     assert not routes.outdated(manifest, live, {"w": Fp8Blockwise()})
     assert routes.outdated((("w", (4, 2), torch.float32),), live, promised)
     assert routes.outdated(manifest, {"weight": torch.zeros(2, 4).t()}, promised)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import sys
@@ -252,18 +253,39 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
     return results
 
 
-def refit_int4_but(rank: int, cases: list[Fp8Case], cut: Fp8Case) -> tuple[list[Fp8Result], str]:
-    """As :func:`refit_fp8`; and with which error an engine ends whose experts' shards cut groups."""
+@dataclass(frozen=True)
+class ShortOfMemory:
+    """An engine that has too little memory left as it first meets a trainer.
+
+    Attributes:
+        misc: how many weights took the misc path, by epoch, with the text of the first epoch's reasons.
+        warned: the texts of warnings, by epoch.
+        differing: as :attr:`Fp8Result.differing`.
+    """
+
+    misc: list[int]
+    reasons: set[str]
+    warned: list[list[str]]
+    differing: dict[str, list[str]]
+
+
+def refit_int4_but(
+    rank: int, cases: list[Fp8Case], cut: Fp8Case, short: Fp8Case
+) -> tuple[list[Fp8Result], str, ShortOfMemory]:
+    """As :func:`refit_fp8`; with which error an engine ends whose experts' shards cut groups; and one that has too little memory."""
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     results = refit_fp8(rank, cases)
+    with groups_of(rank, short.served):
+        choose_int4_kernel(short.kernel)
+        found = _short_of_memory(short)
     with groups_of(rank, cut.served):
         choose_int4_kernel(cut.kernel)
         try:
             VllmDestination(*loaded(cut.served), torch.device("cpu"))
         except (RefitError, ValueError) as error:
-            return results, f"{type(error).__name__}: {error}"
-    return results, ""
+            return results, f"{type(error).__name__}: {error}", found
+    return results, "", found
 
 
 def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Result]:
@@ -368,6 +390,65 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         routes,
         sparse,
     )
+
+
+def _short_of_memory(case: Fp8Case) -> ShortOfMemory:
+    from rlrefit.workers.engines.vllm import packed_layers
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    live, config = loaded(case.served)
+    expected = [
+        bytes_of(_held(loaded(case.served, path)[0])) for path in (case.served.path_a, case.served.path_b)
+    ]
+    destination = VllmDestination(live, config, torch.device("cpu"))
+    trained = [read_checkpoint(path) for path in case.trained]
+    specs = [TensorSpec(*entry) for entry in manifest_of(trained[0])]
+    found, version, logged = ShortOfMemory([], set(), [], {}), 0, _Logged()
+    logging.getLogger("rlrefit").addHandler(logged)
+    # In the first epoch the device has too little; in the second one a part of the layers finds enough.
+    for epoch, fails in enumerate((lambda of: True, lambda of: "mlp" in of, lambda of: False)):
+        destination.new_epoch()
+        logged.texts = []
+        with _without_memory(packed_layers, fails):
+            wire = [encoded(tensors, _of_all_ranks(destination.quantized(specs))) for tensors in trained]
+            fragments, misc = destination.fragments(manifest_of(wire[0]))
+        # Meanwhile there is enough, and ranks that have met go on as they have agreed.
+        assert destination.fragments(manifest_of(wire[0]))[1] == misc
+        found.misc.append(len(misc))
+        found.reasons.update(misc.values())
+        found.warned.append(logged.texts)
+        for index in (1, 0):
+            poison(_weights(live))
+            refit(destination, fragments, misc, wire[index], version)
+            found.differing[f"{epoch}, {version}"] = differing(bytes_of(_held(live)), expected[index])
+            version += 1
+    logging.getLogger("rlrefit").removeHandler(logged)
+    return found
+
+
+class _Logged(logging.Handler):
+    """The texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def _without_memory(packed_layers: Any, fails: Callable[[str], bool]) -> Iterator[None]:
+    """The steps of some layers find too little memory on the device."""
+    of = packed_layers.VllmPackedLayers._stepped
+
+    def stepped(self: Any, live: Any, given: Any) -> Any:
+        if fails(live.prefix):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return of(self, live, given)
+
+    with patch.object(packed_layers.VllmPackedLayers, "_stepped", stepped):
+        yield
 
 
 def _nothing(*_: Any) -> None:

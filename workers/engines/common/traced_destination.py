@@ -49,6 +49,7 @@ class Routes:
         zeros: what holds zeros on this rank of tensors that do not come by :meth:`load_weights`.
         copies: where a box lands, and where it stands again: keys that are values too (Gemma 4).
         reasons: of the tensors that take the misc path.
+        for_now: modules of which the next epoch finds out anew how they take new weights.
     """
 
     manifest: Manifest
@@ -58,6 +59,7 @@ class Routes:
     zeros: tuple[Zeros, ...]
     copies: tuple[tuple[Landing, Landing], ...]
     reasons: dict[str, str]
+    for_now: tuple[str, ...]
 
     def outdated(
         self, manifest: Manifest, parameters: Mapping[str, torch.Tensor], promised: dict[str, Format]
@@ -117,6 +119,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         self._device = device
         self._routes: Found | None = None
         self._promised: dict[str, Format] = {}
+        # Whether routes are made anew, since there may be more memory by now.
+        self._again = False
         self._look = StorageLook()
         # The last question of quantized(), with the modules that it depends on, and the answer.
         self._asked: tuple[Manifest, dict[str, Blocks]] | None = None
@@ -186,8 +190,9 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         return self._look.key(held[name] for held, name in self._places)
 
     def new_epoch(self) -> None:
-        """Forget what another trainer was asked for with :meth:`quantized`."""
+        """Forget what another trainer was asked for with :meth:`quantized`, and routes that were made for want of memory."""
         self._promised = {}
+        self._again = self._routes is not None and bool(self._routes.for_now)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """The weights of ``specs`` that this rank's parameters hold as codes and scales, with their format.
@@ -255,7 +260,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             RefitMismatch, PlanError: as :meth:`fragments`.
         """
         self._follow_parameters()
-        self._routes = self.routes(specs)
+        self._routes, self._again = self.routes(specs), False
         self._tell_of_drafter([name for name, *_ in specs if of_drafter(name)])
         return self._routes
 
@@ -265,9 +270,10 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         A trained drafter's have none: it is a model beside this one.
         """
         manifest = _plain(without_drafter(specs))
-        if self._routes is None or self._routes.outdated(manifest, self._parameters, self._promised):
+        routes = self._routes
+        if routes is None or self._again or routes.outdated(manifest, self._parameters, self._promised):
             return self._traced(manifest)
-        return self._routes
+        return routes
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the engine's own loader.
@@ -371,9 +377,17 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             len(reasons),
         )
         warn_of_misc(manifest, reasons)
+        for_now = tuple(module for module, found in layouts.items() if found.for_now)
+        if for_now:
+            logger.warning(
+                "refit destination: %d modules (the first is %s) take the misc path in this epoch, since the device had too little memory left to "
+                "find out what the engine makes of them. The next epoch finds out anew: free memory of the device and have the ranks meet again",
+                len(for_now),
+                for_now[0],
+            )
         zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
         layout = _strided(self._parameters)
-        shared = Routes(manifest, layout, dict(self._promised), landings, zeros, copies, reasons)
+        shared = Routes(manifest, layout, dict(self._promised), landings, zeros, copies, reasons, for_now)
         return self._routed(traced, shared)
 
     @contextmanager

@@ -37,8 +37,9 @@ from .kv_scales import loaded_scales, write_tensors
 from .layouts import SglangLayout, module_layout
 from .wider import LARGEST_SHARE, WiderParameters, staged_bytes
 
-# In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
-_READ_POST_LOAD = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
+# In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone; Kimi-K2.5's calls
+# that of its language model.
+_READ_POST_LOAD = ("sglang.srt.models.deepseek_common.deepseek_weight_loader", "sglang.srt.models.kimi_k25")
 # By which modules say that no update renews what they keep.
 _DERIVED = "_derived_weight_cache_error"
 # What others keep of weights, and say nothing of.
@@ -326,7 +327,7 @@ def _multiplies_by_ones(module: nn.Module) -> bool:
 def _unread_post_load(model: nn.Module) -> str:
     """Why a model's own post-load work may change parameters; empty if it has none, or the one that was read."""
     function = getattr(model, "post_load_weights", None)
-    if function is None or function.__module__ == _READ_POST_LOAD:
+    if function is None or function.__module__ in _READ_POST_LOAD:
         return ""
     return f"it was not read what post_load_weights of {type(model).__name__} changes"
 
@@ -409,9 +410,10 @@ def meta_twin(runner: Any) -> Iterator[nn.Module]:
                 "something wrapped or replaced it after loading. Start the engine without the feature that does so",
                 stage="trace",
             )
-        # It computes from weights that are not there; on the live model it runs at the end of a refit.
-        if hasattr(twin, "post_load_weights"):
-            twin.post_load_weights = lambda *args, **kwargs: None
+        # It computes from weights that are not there; on the live model it runs at the end of a refit. A language model within has its own.
+        for module in twin.modules():
+            if hasattr(module, "post_load_weights"):
+                module.post_load_weights = lambda *args, **kwargs: None
         yield twin
     finally:
         torch.set_default_dtype(dtype)

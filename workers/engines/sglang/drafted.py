@@ -31,7 +31,6 @@ from .layouts import SglangLayout
 
 # For each token of an EAGLE-3 head's vocabulary how far its number is from the model's.
 _MAPPING: Final = "d2t"
-_HEAD: Final = "lm_head.weight"
 
 
 class SglangDrafterDestination(BesideServed, SglangDestination):
@@ -139,7 +138,7 @@ class SglangEagleDestination(SglangDrafterDestination):
 
     def _check(self, traced: Traced[SglangLayout, HoldsCodes]) -> None:
         super()._check(traced)
-        own_tokens = self._mapping is not None or self._knows_fewer_tokens(traced)
+        own_tokens = self._mapping is not None or self._knows_fewer_tokens
         if own_tokens and not any(_MAPPING in name for name, *_ in traced.manifest):
             raise PlanError(
                 "the trainer does not send it, and this engine's head knows fewer tokens than the model, or has them in an order of its "
@@ -152,12 +151,11 @@ class SglangEagleDestination(SglangDrafterDestination):
             self._left_out(traced.trace), "as SGLang has it whatever the drafter's checkpoint has", ""
         )
 
-    def _knows_fewer_tokens(self, traced: Traced[SglangLayout, HoldsCodes]) -> bool:
-        """Whether the head's own ``lm_head`` has fewer rows than the model has tokens."""
-        return any(
-            name.endswith(_HEAD) and traced.trace.touched[name] and shape[0] < self._vocabulary
-            for name, shape, _ in traced.manifest
-        )
+    @property
+    def _knows_fewer_tokens(self) -> bool:
+        """Whether the head gives fewer logits than the model has tokens. One that is tied does so, too: SGLang cuts its logits off."""
+        logits: int | None = getattr(self._runner.model_config.hf_config, "draft_vocab_size", None)
+        return logits is not None and logits < self._vocabulary
 
 
 class SglangDraftedDestination(

@@ -19,8 +19,9 @@ from ....integration.config import RefitConfig
 from ....integration.control import Rendezvous
 from ....integration.control.channel import refusals_told
 from ....integration.errors import EngineDirty, RefitError, RefitMismatch
-from ....integration.quantize.formats import Format, from_json
+from ....integration.quantize.formats import Format, as_made, from_json
 from ....integration.weights.manifest import TensorSpec
+from ...trainers.qat.config import require_as_trained
 from ..common.awaited import Forwarded, in_thread
 from ..common.loader_trace.quantized import on_the_wire
 from .callers import Caller, EngineCaller, EngineCalls
@@ -165,7 +166,8 @@ class SglangRefit:
         version: int,
         specs: Sequence[TensorSpec],
         mode: PauseMode = "wait",
-        quantizes: str = "",
+        config: RefitConfig | None = None,
+        trained: Mapping[str, Format] | None = None,
     ) -> dict[str, Format]:
         """Pause the engine, and have its workers check that these weights fill the model and that they can take them.
 
@@ -173,22 +175,27 @@ class SglangRefit:
             version: of the weights to come.
             specs: as the trainer holds the weights.
             mode: what becomes of running requests.
-            quantizes: the key of :class:`~rlrefit.integration.config.RefitConfig` by which the trainer makes codes and scales of the
-                weights that the workers hold so; empty if it makes none.
+            config: tells by which key the trainer makes codes and scales of the weights that the workers hold so, and by which rule; None
+                of one that makes none.
+            trained: weights that the trainer trains quantized, with their formats; None if it does not tell.
 
         Returns:
-            These weights with their formats; none without ``quantizes``.
+            The weights that the trainer has to quantize, with the formats in which it makes them; none without such a key.
 
         Raises:
-            RefitMismatch: no worker holds any in such a format, or two hold one differently. Nothing was written.
+            RefitMismatch: no worker holds any in such a format, two hold one differently, or the trainer trains others so or
+                otherwise. Nothing was written.
             RefitError: of the worker's kind; nothing was written.
         """
         with self._refitting(mode):
             formats: dict[str, Format] = {}
             as_asked: tuple[bool, ...] = ()
+            config = config or RefitConfig()
+            quantizes = config.quantized_in_transit
             if quantizes:
                 held = merged(self.calls.ask("formats", _plain(specs)))
-                formats = {name: format for name, format in held.items() if format.setting == quantizes}
+                asked = {name: format for name, format in held.items() if format.setting == quantizes}
+                formats = as_made(asked, config.int4_scale)
                 if not formats:
                     what, of = _HELD[quantizes]
                     raise RefitMismatch(
@@ -197,6 +204,8 @@ class SglangRefit:
                         stage="handshake",
                     )
                 as_asked = (True,)
+            if trained is not None:
+                require_as_trained(formats, trained, 0)
             begun = self.calls.ask("begin", version, _plain(on_the_wire(specs, formats)), *as_asked)
             self._version, self._placing = version, any(found["placing"] for found in begun)
             return formats

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from ....integration.config import RefitConfig
-from ....integration.quantize.formats import Format, Fp8Blockwise, as_made
+from ....integration.quantize.formats import Format, Fp8Blockwise
 from ....integration.records.record import RefitRecord
 from ....integration.weights.endpoints import WeightSource
 from ....integration.weights.manifest import TensorSpec
+from ...trainers.qat.model import QAT
 from ..common.bucket_sender import BucketSender
 from .driver import SglangRefit
 from .pausing import PauseMode
@@ -42,6 +43,8 @@ class SglangSender(BucketSender):
             engine holds in FP8 blocks. An engine that holds none is a ``RefitMismatch``.
         trainer_quantize_int4: the same of INT4.
         int4_scale: as ``policy.refit.int4_scale``.
+        qat: of a trainer that trains in INT4. Engines that would compute with other weights than it does are a ``RefitMismatch``. What
+            is trained in NVFP4 comes packed from ``source``, and is not compared.
 
     Raises:
         ValueError: both keys are given, or no such rule.
@@ -59,6 +62,7 @@ class SglangSender(BucketSender):
         trainer_quantize_fp8: bool = False,
         trainer_quantize_int4: bool = False,
         int4_scale: str = RefitConfig.int4_scale,
+        qat: QAT | None = None,
     ) -> None:
         super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
         self._config = RefitConfig(
@@ -66,6 +70,7 @@ class SglangSender(BucketSender):
             trainer_quantize_int4=trainer_quantize_int4,
             int4_scale=int4_scale,
         )
+        self._trained = None if qat is None or qat.config.format.has_global_scale else qat.formats
         self._mode: PauseMode = "wait"
 
     def refit(self, version: int, mode: PauseMode = "wait") -> RefitRecord:
@@ -84,8 +89,7 @@ class SglangSender(BucketSender):
         return name.removesuffix(Fp8Blockwise.scale_name_end)
 
     def _begun(self, engines: SglangRefit, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format]:
-        stored = engines.begin(version, specs, self._mode, self._config.quantized_in_transit)
-        return as_made(stored, self._config.int4_scale)
+        return engines.begin(version, specs, self._mode, self._config, self._trained)
 
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.errors import RefitError
 from ....integration.layout import Box, box_of, subtract_all
-from ....integration.layout.rearrangement import NotRearranged
+from ....integration.layout.rearrangement import NotFoundOut, NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import NumbersStayReal, WeightsStayOnMeta
@@ -173,7 +173,8 @@ class VllmDestination(PackedDestination[VllmRoutes, VllmLayout, HoldsCodes]):
                 return VllmLayout(placed=True, packed=packed, rearranged=places, otherwise=layout)
             found = self._kernel_layouts.of(live, twin)
         except NotRearranged as reason:
-            return replace(layout, reason=f"{layout.reason} ({reason})")
+            told = f"{layout.reason} ({reason})"
+            return replace(layout, reason=told, for_now=isinstance(reason, NotFoundOut))
         return layout if found is None else VllmLayout(placed=True, rearranged=found, otherwise=layout)
 
     def _idle(self) -> frozenset[str]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ....integration.quantize.formats import Int4, Nvfp4
+from ....integration.errors import RefitMismatch
+from ....integration.quantize.formats import Format, Int4, Nvfp4
 from ....integration.quantize.nvfp4_checkpoint import fused_module, module_of
 
 # As ModelOpt leaves them out by default. Engines hold them unquantized whatever a checkpoint says.
@@ -120,6 +121,40 @@ def select(
 
 def _is_excluded(config: QATConfig, module: str) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in config.exclude)
+
+
+def require_as_trained(held: Mapping[str, Format], trained: Mapping[str, Format], rank: int) -> None:
+    """Check that what a refit makes of weights is what training computes with.
+
+    Args:
+        held: formats of the weights that reach engines quantized.
+        trained: of those that are trained so.
+        rank: of this trainer rank.
+
+    Raises:
+        RefitMismatch: engines hold other weights in INT4 than those that are trained so, or in other groups, or get scales by another
+            rule; names the first such weight.
+    """
+    wrong = [name for name in sorted(held.keys() | trained.keys()) if held.get(name) != trained.get(name)]
+    if not wrong:
+        return
+    name = wrong[0]
+    raise RefitMismatch(
+        f"it reaches the engine {_told(held.get(name))}, and it is trained {_told(trained.get(name))}, and so it is with "
+        f"{len(wrong) - 1} more weights: the engine would generate by other weights than training "
+        "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
+        "(exclude, first_layers, last_layers and format of QATConfig); make scales by one rule (int4_scale of RefitConfig or SglangSender, and "
+        "scale_rule of the format)",
+        stage="handshake",
+        rank=rank,
+        parameter=name,
+    )
+
+
+def _told(format: Format | None) -> str:
+    if isinstance(format, Int4):
+        return f"as {format} with scales by {format.scale_rule}"
+    return "unquantized" if format is None else f"as {format}"
 
 
 def _depths(names: Collection[str], counted: int | None) -> dict[str, int]:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....integration.errors import RefitError, RefitMismatch
-from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import WeightSource
 from ..source_mixin import SourceRefitMixin
+from .config import require_as_trained
 from .model import QAT
 from .source import PackedSource
 
@@ -65,35 +65,10 @@ class QATRefitMixin(SourceRefitMixin):
         """
         told = super().join_refit(rendezvous, rank, engine)
         assert self._refit_session is not None
-        format = self.qat.config.format
-        if not format.has_global_scale and (
-            wrong := self._differing(self._refit_session.engine.planned.formats)
-        ):
-            self._close_session()
-            name, reason = wrong[0]
-            raise RefitMismatch(
-                f"{reason}, and so it is with {len(wrong) - 1} more weights: the engine would generate by other weights than training "
-                "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
-                "(exclude, first_layers, last_layers and format of QATConfig); make scales by one rule (int4_scale of RefitConfig and "
-                "scale_rule of the format)",
-                stage="handshake",
-                rank=rank,
-                parameter=name,
-            )
+        if not self.qat.config.format.has_global_scale:
+            try:
+                require_as_trained(self._refit_session.engine.planned.formats, self.qat.formats, rank)
+            except RefitMismatch:
+                self._close_session()
+                raise
         return told
-
-    def _differing(self, held: dict[str, Format]) -> list[tuple[str, str]]:
-        """Weights that reach engines otherwise than they are trained, each with what differs."""
-        trained: dict[str, Format] = dict.fromkeys(self.qat.weights, self.qat.config.format)
-        return [
-            (
-                name,
-                f"it reaches the engine {_told(held.get(name))}, and it is trained {_told(trained.get(name))}",
-            )
-            for name in sorted(held.keys() | trained.keys())
-            if held.get(name) != trained.get(name)
-        ]
-
-
-def _told(format: Format | None) -> str:
-    return "unquantized" if format is None else f"as {format}"

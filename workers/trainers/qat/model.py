@@ -191,6 +191,11 @@ class QAT:
         self._make_source()
 
     @property
+    def formats(self) -> dict[str, Format]:
+        """Of the quantized weights, by name."""
+        return dict.fromkeys(self.weights, self.config.format)
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other trainer rank, for which a collective would wait."""
         return not dist.is_initialized() or dist.get_world_size(self._group) == 1

@@ -27,6 +27,7 @@ class ModuleLayout:
         swapped: its parameters in which the engine swapped the two halves of the rows after loading.
         rearranged: its parameters whose elements the engine put elsewhere after loading, and where.
         otherwise: how it takes new weights that can't all be written as this says; None if it has no other way.
+        for_now: whether it may take them otherwise in the next epoch: too little memory was left to find out how.
     """
 
     reason: str = ""
@@ -34,6 +35,7 @@ class ModuleLayout:
     swapped: frozenset[str] = frozenset()
     rearranged: Mapping[str, Rearrangement] = field(default_factory=dict)
     otherwise: ModuleLayout | None = None
+    for_now: bool = False
 
     @property
     def direct(self) -> bool:

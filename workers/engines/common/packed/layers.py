@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .....integration.layout.codes import Codes, find_codes, tiled
-from .....integration.layout.rearrangement import NotRearranged
+from .....integration.layout.rearrangement import NotFoundOut, NotRearranged
 from ..loader_trace.modules import ModuleLayout
 from .making import Making, Order, PackedForm, Padded, Shapes, Tensors
 
@@ -245,7 +245,8 @@ def asked_once[Found](known: dict[Hashable, Found | str], key: Hashable, find: C
         find: finds it out.
 
     Raises:
-        NotRearranged: nothing can be, or not with the memory that is left; says why.
+        NotRearranged: nothing can be; says why.
+        NotFoundOut: nothing can be with the memory that is left.
     """
     found = known.get(key)
     if found is None:
@@ -254,11 +255,14 @@ def asked_once[Found](known: dict[Hashable, Found | str], key: Hashable, find: C
         except NotRearranged as reason:
             found = known[key] = str(reason)
         except torch.OutOfMemoryError:
-            # Not known of the kind: when it is asked again there may be more memory.
-            found = (
-                "the device has too little memory left to find out what the engine makes of it: several times that of one such layer; "
-                "start the engine with less memory for its cache (vLLM's gpu_memory_utilization, SGLang's mem_fraction_static)"
-            )
+            # Nothing is known of the kind: when it is asked again there may be more memory.
+            pass
+    if found is None:
+        # Not above, where the error that is handled would keep the tensors that were asked with.
+        raise NotFoundOut(
+            "the device has too little memory left to find out what the engine makes of it: several times that of one such layer; "
+            "start the engine with less memory for its cache (vLLM's gpu_memory_utilization, SGLang's mem_fraction_static)"
+        )
     if isinstance(found, str):
         raise NotRearranged(found)
     return found
