@@ -28,8 +28,9 @@ E4M3_MAX = 448.0
 E4M3_TINIEST = 2.0**-9
 # With smaller ones, reciprocals of scales overflow here and in the engine.
 LEAST_GLOBAL_SCALE = 2.0**-100
-# The product of a global scale with what it was made by dividing by may miss the maximum by a rounding or two.
-_ROUNDING = 1 + 2.0**-20
+# The largest number that a global scale of 1 covers. The product of a scale with what it was made by dividing by may miss the maximum by
+# a rounding or two.
+COVERED = _E2M1_MAX * E4M3_MAX * (1 + 2.0**-20)
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES_WITH_SIGN = _VALUES + tuple(-v for v in _VALUES)
@@ -138,11 +139,22 @@ def round_trip(
     """
     if not x.is_cuda:
         return dequantize(*quantize(x, scale_2, arithmetic), x.dtype)
-    _check(x)
-    _per_row(scale_2, x)
-    from . import nvfp4_kernels
+    return _on_gpu(x, scale_2, arithmetic, covered=False)[0]
 
-    return nvfp4_kernels.round_trip(x.detach(), scale_2, arithmetic)
+
+def round_trip_in_range(
+    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic = Arithmetic.WEIGHTS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`round_trip`, and :func:`in_range`; on a GPU in one pass.
+
+    Raises:
+        ValueError: as in :func:`quantize`.
+    """
+    if not x.is_cuda:
+        return round_trip(x, scale_2, arithmetic), in_range(x.detach(), scale_2)
+    value, inside = _on_gpu(x, scale_2, arithmetic, covered=True)
+    assert inside is not None
+    return value, inside
 
 
 def fake_quantize(
@@ -173,7 +185,7 @@ def in_range(x: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
 
     The largest of those that the scale was made for is among them.
     """
-    return x.abs() <= _per_row(scale_2, x) * (_E2M1_MAX * E4M3_MAX * _ROUNDING)
+    return x.abs() <= _per_row(scale_2, x) * COVERED
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -214,17 +226,27 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> torch.Tensor:
         if scale_2 is None:
             ctx.save_for_backward()
-            scale_2 = global_scale(largest_magnitude(x))
-        else:
-            ctx.save_for_backward(in_range(x, scale_2))
-        return round_trip(x, scale_2, arithmetic)
+            return round_trip(x, global_scale(largest_magnitude(x)), arithmetic)
+        value, inside = round_trip_in_range(x, scale_2, arithmetic)
+        ctx.save_for_backward(inside)
+        return value
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = gradients
         for inside in ctx.saved_tensors:
-            gradient = torch.where(inside, gradient, torch.zeros_like(gradient))
+            gradient = torch.where(inside, gradient, 0)
         return gradient, None, None
+
+
+def _on_gpu(
+    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic, covered: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    _check(x)
+    _per_row(scale_2, x)
+    from . import nvfp4_kernels
+
+    return nvfp4_kernels.round_trip(x.detach(), scale_2, arithmetic, covered)
 
 
 def _check(weight: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..packing.kernels import FLOATS, to_bf16
 from .fp8_kernels import e4m3, read_row
-from .nvfp4 import BLOCK, E4M3_TINIEST, Arithmetic
+from .nvfp4 import BLOCK, COVERED, E4M3_TINIEST, Arithmetic
 
 # Of a program.
 _BLOCKS, _WARPS = 256, 4
@@ -185,6 +185,7 @@ def quantize_nvfp4(
 def _round_trip(
     x_at,
     out_at,
+    covered_at,
     global_scales,
     blocks,
     blocks_of_each,
@@ -192,12 +193,14 @@ def _round_trip(
     KIND: tl.constexpr,
     ACTIVATIONS: tl.constexpr,
     EACH: tl.constexpr,
+    COVERED: tl.constexpr,
     TINIEST: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """:func:`.nvfp4.dequantize` of :func:`.nvfp4.quantize`, with the same results.
 
-    ``KIND``: the type of numbers and results. ``EACH``: ``blocks_of_each`` blocks have a global scale of their own. ``MOST``: as in
+    ``KIND``: the type of numbers and results. ``EACH``: ``blocks_of_each`` blocks have a global scale of their own. ``COVERED``: 0,
+    or by how much the global scale is multiplied for the largest number that it covers; which ones it does is written too. ``MOST``: as in
     :func:`quantize_nvfp4`.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCKS
@@ -232,6 +235,9 @@ def _round_trip(
     value = tl.where((x < 0.0) & (size > 0.0), value * -1.0, value) * (scale * g)[:, None]
     value = tl.where(finite[:, None], value, float("nan"))
     tl.store(out_at + first * 16 + place, in_kind(value, KIND), mask=mask)
+    if COVERED > 0:
+        limit = tl.broadcast_to(g * COVERED, block.shape)[:, None]
+        tl.store(covered_at + first * 16 + place, (tl.abs(x) <= limit).to(tl.uint8), mask=mask)
 
 
 def most_global_scale(dtype: torch.dtype, device: torch.device) -> float:
@@ -241,15 +247,19 @@ def most_global_scale(dtype: torch.dtype, device: torch.device) -> float:
     return {torch.bfloat16: 2.0**7, torch.float16: 2.0**7}.get(dtype, 2.0**-9)
 
 
-def round_trip(x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-    """:func:`.nvfp4.round_trip` of what can be quantized, with a global scale that fits."""
+def round_trip(
+    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic, covered: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`.nvfp4.round_trip` of what can be quantized, with a global scale that fits, and :func:`.nvfp4.in_range` if ``covered``."""
     x, scale_2 = x.contiguous(), scale_2.contiguous()
     out, blocks = torch.empty_like(x), x.numel() // BLOCK
+    inside = torch.empty_like(x, dtype=torch.uint8) if covered else None
     if blocks:
         with torch.cuda.device_of(x):
             _round_trip[(triton.cdiv(blocks, _BLOCKS),)](
                 x,
                 out,
+                out if inside is None else inside,
                 scale_2,
                 blocks,
                 blocks // scale_2.numel(),
@@ -257,8 +267,9 @@ def round_trip(x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic) -
                 FLOATS[x.dtype],
                 arithmetic is Arithmetic.ACTIVATIONS,
                 scale_2.numel() > 1,
+                COVERED if covered else 0.0,
                 E4M3_TINIEST,
                 most_global_scale(x.dtype, x.device),
                 num_warps=_WARPS,
             )
-    return out
+    return out, None if inside is None else inside.view(torch.bool)

@@ -36,7 +36,7 @@ def _timed(run: Callable[[], Any], times: int) -> float:
         end.record()
         end.synchronize()
         found.append(start.elapsed_time(end))
-    return median(found[3:])
+    return float(median(found[3:]))
 
 
 def _peak_mb(run: Callable[[], Any]) -> int:

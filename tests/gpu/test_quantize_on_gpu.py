@@ -14,9 +14,11 @@ from tests.quantize.test_fp8_kernels import (
     hard_weights,
 )
 from tests.quantize.test_int4 import compare_int4_with_torch
+from tests.quantize.test_int4 import compare_round_trips_with_torch as compare_int4_round_trips
 from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4_with_torch
 from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
+from tests.quantize.test_nvfp4_kernel import compare_round_trips_with_torch as compare_nvfp4_round_trips
 from tests.quantize.test_scale_watch import look_some_at_a_time
 from tests.quantize.weights import same
 
@@ -76,6 +78,21 @@ def test_the_int4_kernel_gives_torchs_bytes() -> None:
 def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         compare_nvfp4_with_torch(dtype, torch.device("cuda", 0))
+
+
+def test_what_kernels_put_in_place_of_numbers_is_what_codes_and_scales_stand_for() -> None:
+    compare_nvfp4_round_trips(torch.device("cuda", 0))
+    compare_int4_round_trips(torch.device("cuda", 0))
+
+
+def test_the_largest_magnitude_is_no_number_where_an_element_is_none() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.randn(1000, 64, device="cuda").to(dtype)
+        assert nvfp4.largest_magnitude(x) == x.abs().amax()
+        x[700, 3] = -torch.inf
+        assert nvfp4.largest_magnitude(x) == torch.inf
+        x[10, 5] = torch.nan
+        assert nvfp4.largest_magnitude(x).isnan()
 
 
 @pytest.mark.parametrize("format", [Mxfp8(), Fp8Blockwise()], ids=["MXFP8", "FP8 blocks"])

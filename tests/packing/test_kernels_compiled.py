@@ -175,6 +175,67 @@ def test_groups_of_int4_are_read_16_bytes_at_a_time(
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
+@pytest.mark.parametrize(("kind", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+@pytest.mark.parametrize("activations", [True, False])
+def test_what_takes_the_place_of_numbers_is_written_16_bytes_at_a_time(
+    kind: Any, size: int, activations: bool, tmp_path: Path
+) -> None:
+    constants = {"BLOCKS": 256, "KIND": kind, "ACTIVATIONS": activations, "EACH": False}
+    constants |= {"COVERED": 2688.0 * activations, "TINIEST": 2.0**-9, "MOST": 2.0**7}
+    made = of_tensors(nvfp4_kernels._round_trip, constants, kind, num_warps=4)
+    # Which activations are covered takes a byte each.
+    check_16_bytes_at_a_time(made, 2 * size, 2 * size + 2 * activations, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("group", [32, 128])
+def test_what_takes_the_place_of_int4_weights_is_written_16_bytes_at_a_time(
+    kind: Any, size: int, largest: bool, group: int, tmp_path: Path
+) -> None:
+    constants = {
+        "BLOCKS": 4096 // group,
+        "GROUP": group,
+        "KIND": kind,
+        "EPSILON": 2.0**-7,
+        "LARGEST": largest,
+    }
+    made = of_tensors(int4_kernels._round_trip, constants, kind, num_warps=4)
+    check_16_bytes_at_a_time(made, 2 * size, 2 * size, tmp_path)
+
+
+def of_tensors(kernel: Any, constants: dict[str, Any], kind: Any, **options: int) -> Any:
+    """The code of a kernel that takes tensors of a type, and global scales and numbers of blocks."""
+    pointer = f"*{'fp32' if kind == tl.float32 else 'bf16'}"
+    numbers = {
+        "global_scales": "*fp32",
+        "covered_at": "*u8",
+        "blocks": "i32",
+        "blocks_of_each": "i32",
+        "groups": "i32",
+    }
+    signature = {name: numbers.get(name, pointer) for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(signature)
+            if name not in {"blocks", "groups"}
+        },
+    )
+    return triton.compile(source, target=_HOPPER, options=options).asm
+
+
+def check_16_bytes_at_a_time(made: Any, reads: int, writes: int, folder: Path) -> None:
+    """Of a thread."""
+    found = Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", made["ptx"]))
+    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (reads, writes)
+    assert resources(made["cubin"], folder)["STACK"] <= 16
+
+
 @pytest.mark.parametrize("converts", [True, False])
 @pytest.mark.parametrize(("cut", "given"), [(False, False), (True, False), (True, True)])
 def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(

@@ -95,18 +95,23 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.format = format
         ctx.save_for_backward(x, weight, weight_scale, input_scale)
-        return functional.linear(fake_input(x, input_scale), fake_weight(weight, weight_scale, format))
+        inputs = x if input_scale is None else nvfp4.round_trip(x, input_scale, Arithmetic.ACTIVATIONS)
+        return functional.linear(inputs, fake_weight(weight, weight_scale, format))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight, weight_scale, input_scale = ctx.saved_tensors
-        of_x = of_weight = None
+        of_x = of_weight = inside = None
+        inputs = x
+        if input_scale is not None:
+            inputs, inside = nvfp4.round_trip_in_range(x, input_scale, Arithmetic.ACTIVATIONS)
+        if ctx.needs_input_grad[1]:
+            of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+        # Freed before what takes its place.
+        del inputs
         if ctx.needs_input_grad[0]:
             of_x = gradient @ fake_weight(weight, weight_scale, ctx.format)
-            if input_scale is not None:
-                of_x = torch.where(nvfp4.in_range(x, input_scale), of_x, torch.zeros_like(of_x))
-        if ctx.needs_input_grad[1]:
-            inputs = fake_input(x, input_scale)
-            of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+            if inside is not None:
+                of_x = torch.where(inside, of_x, 0)
         return of_x, of_weight, None, None, None
