@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rlrefit.integration.quantize import e8m0, fp8_blockwise, int4, mxfp8, nvfp4
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxfp8, Nvfp4
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
+from rlrefit.workers.trainers.qat.config import NVFP4
+from rlrefit.workers.trainers.qat.functions import linear
 from tests.quantize.test_fp8_kernels import (
     compare_cut_blocks_with_torch,
     compare_kernel_with_torch,
@@ -83,6 +85,28 @@ def test_the_nvfp4_kernel_gives_torchs_bytes() -> None:
 def test_what_kernels_put_in_place_of_numbers_is_what_codes_and_scales_stand_for() -> None:
     compare_nvfp4_round_trips(torch.device("cuda", 0))
     compare_int4_round_trips(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("format", [NVFP4, Int4(32)], ids=["NVFP4", "INT4"])
+def test_a_compiled_layer_computes_what_it_does_uncompiled(format: Nvfp4 | Int4, inputs: bool) -> None:
+    x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (64, 128))
+    of_weight, of_inputs = (nvfp4.global_scale(nvfp4.largest_magnitude(part) * 0.5) for part in (weight, x))
+    scales = of_weight if isinstance(format, Nvfp4) else None, of_inputs if inputs else None
+
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight, *scales, format)
+
+    found = []
+    for run in (layer, torch.compile(layer)):
+        given = [part.clone().requires_grad_() for part in (x, weight)]
+        out = run(*given)
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(part.grad for part in given)])
+    for uncompiled, compiled in zip(*found, strict=True):
+        assert uncompiled is not None
+        assert compiled is not None
+        assert torch.equal(uncompiled, compiled)
 
 
 def test_the_largest_magnitude_is_no_number_where_an_element_is_none() -> None:
