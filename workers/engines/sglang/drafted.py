@@ -31,6 +31,8 @@ from .layouts import SglangLayout
 
 # For each token of an EAGLE-3 head's vocabulary how far its number is from the model's.
 _MAPPING: Final = "d2t"
+# Where configurations of EAGLE-3 and of EAGLE say how many logits a head gives.
+_LOGITS: Final = ("draft_vocab_size", "hot_vocab_size")
 
 
 class SglangDrafterDestination(BesideServed, SglangDestination):
@@ -154,8 +156,9 @@ class SglangEagleDestination(SglangDrafterDestination):
     @property
     def _knows_fewer_tokens(self) -> bool:
         """Whether the head gives fewer logits than the model has tokens. One that is tied does so, too: SGLang cuts its logits off."""
-        logits: int | None = getattr(self._runner.model_config.hf_config, "draft_vocab_size", None)
-        return logits is not None and logits < self._vocabulary
+        config = self._runner.model_config.hf_config
+        told = (getattr(config, key, None) for key in _LOGITS)
+        return any(logits is not None and logits < self._vocabulary for logits in told)
 
 
 class SglangDraftedDestination(
