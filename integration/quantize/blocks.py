@@ -74,6 +74,15 @@ def block_amax(
     return blocks.abs().amax(dim=[-1 - 2 * i for i in range(len(block))]).float()
 
 
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Of all elements, read once and without memory of their size: FP32, a scalar; 0 without elements, NaN if one is."""
+    return (
+        torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        if x.numel()
+        else x.new_zeros((), dtype=torch.float32)
+    )
+
+
 def spread(
     per_block: torch.Tensor, shape: Sequence[int], block: Sequence[int], offset: Sequence[int] | None = None
 ) -> torch.Tensor:

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from ..packing.kernels import to_bf16
 
-WORDS = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
-
 
 @triton.jit
 def e4m3(x):

@@ -53,22 +53,23 @@ class Fp8Table(Launches):
         Raises:
             ValueError: shapes or dtypes do not fit, or several elements of a result share a place.
         """
-        from .fp8_kernels import WORDS, quantize_blocks
+        from ..packing.kernels import FLOATS
+        from .fp8_kernels import quantize_blocks
 
-        groups: dict[tuple[str, int, bool, bool], list[Checked]] = {}
+        groups: dict[tuple[torch.dtype, int, bool, bool], list[Checked]] = {}
         nbytes = 0
         for job in jobs:
             if not job.source.numel():
                 continue
             found = checked(job, BLOCK, torch.float32)
             nbytes += job.nbytes
-            key = str(job.source.dtype), unit_of(found), job.head is not None, job.reads_scales
+            key = job.source.dtype, unit_of(found), job.head is not None, job.reads_scales
             groups.setdefault(key, []).append(found)
         converts = has_e4m3(device)
         launches = []
         for (dtype, unit, cut, given), group in groups.items():
             constants = (
-                *(COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, round_to_bf16),
+                *(COLUMNS, FLOATS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, round_to_bf16),
                 *(unit, converts, cut, given),
             )
             table = make_table(group, unit, _programs)

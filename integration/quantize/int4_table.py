@@ -43,7 +43,7 @@ class Int4Table(Launches):
         Raises:
             ValueError: shapes or dtypes do not fit, a job cuts groups, or several elements of a result share a place.
         """
-        from .fp8_kernels import WORDS
+        from ..packing.kernels import FLOATS
         from .int4_kernels import quantize_int4
 
         check_group(group)
@@ -59,9 +59,9 @@ class Int4Table(Launches):
         for (dtype, unit, down), chosen in groups.items():
             kind = torch.bfloat16 if round_to_bf16 else dtype
             constants = (
-                *(COLUMNS, WORDS[str(dtype)], _ELEMENTS // group, group),
+                *(COLUMNS, FLOATS[dtype], _ELEMENTS // group, group),
                 *(
-                    WORDS[str(kind)],
+                    FLOATS[kind],
                     torch.finfo(kind).eps,
                     scale_rule == BY_LARGEST,
                     dtype != kind,

@@ -12,6 +12,7 @@ from ..layout import Box, local_slice
 from ..packing.encoded import EncodedPair, PackedEncoding
 from ..packing.host import WeakView
 from ..packing.strided import Strided
+from .blocks import largest_magnitude
 
 Target = torch.Tensor | Strided
 
@@ -155,7 +156,7 @@ class TorchEncoder:
                 weight = source.view()
                 if shared is not None and shared.found is not None:
                     # The bits of magnitudes have their order.
-                    largest = weight.abs().amax().float().view(torch.int32).to(shared.found.device)
+                    largest = largest_magnitude(weight).view(torch.int32).to(shared.found.device)
                     shared.found.copy_(torch.maximum(shared.found, largest))
                 # What lies in host memory is computed there, by a scale that ranks exchanged on their GPUs.
                 by = () if shared is None else (shared.value.to(weight.device),)

@@ -107,7 +107,7 @@ class Mxfp4Table(Launches):
         Raises:
             ValueError: a target can't hold what is made.
         """
-        from .fp8_kernels import WORDS
+        from ..packing.kernels import FLOATS
         from .mxfp4_kernels import quantize_mxfp4
 
         kinds: dict[tuple[torch.dtype, bool, int], list[PackJob]] = {}
@@ -117,7 +117,7 @@ class Mxfp4Table(Launches):
                 kinds.setdefault((job.source.dtype, down, _wide(job.source)), []).append(job)
         launches = []
         for (source, down, unit), chosen in kinds.items():
-            constants = WORDS[str(source)], _BLOCKS, dtype != source, down, unit
+            constants = FLOATS[source], _BLOCKS, dtype != source, down, unit
             launches.append(Launch(quantize_mxfp4, _WARPS, _make_table(chosen), constants, device, ()))
         return Mxfp4Table(launches, sum(job.codes.nbytes + job.scales.nbytes for job in jobs))
 

@@ -35,19 +35,19 @@ class Mxfp8Table(Launches):
         Raises:
             ValueError: shapes or dtypes do not fit, a job cuts blocks, or several elements of a result share a place.
         """
-        from .fp8_kernels import WORDS
+        from ..packing.kernels import FLOATS
         from .mxfp8_kernels import quantize_mxfp8
 
-        groups: dict[tuple[str, int], list[Checked]] = {}
+        groups: dict[tuple[torch.dtype, int], list[Checked]] = {}
         nbytes = 0
         for job in of_whole_blocks(jobs, BLOCK):
             found = checked(job, (1, BLOCK), torch.uint8)
             nbytes += job.nbytes
-            groups.setdefault((str(job.source.dtype), unit_of(found)), []).append(found)
+            groups.setdefault((job.source.dtype, unit_of(found)), []).append(found)
         saturates, converts = rounding is Rounding.DOWN, has_e4m3(device)
         launches = []
         for (dtype, unit), group in groups.items():
-            constants = (COLUMNS, WORDS[dtype], _BLOCKS, saturates, round_to_bf16, unit, converts)
+            constants = (COLUMNS, FLOATS[dtype], _BLOCKS, saturates, round_to_bf16, unit, converts)
             table = make_table(group, unit, _programs)
             launches.append(Launch(quantize_mxfp8, _WARPS, table, constants, device, ()))
         return Mxfp8Table(launches, nbytes)

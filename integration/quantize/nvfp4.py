@@ -66,15 +66,6 @@ def global_scale(*amax: torch.Tensor) -> torch.Tensor:
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
-def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """Of all elements, read once: FP32, a scalar; 0 without elements, NaN if one is."""
-    return (
-        torch.linalg.vector_norm(x.detach(), torch.inf).float()
-        if x.numel()
-        else x.new_zeros((), dtype=torch.float32)
-    )
-
-
 def quantize(
     weight: torch.Tensor,
     scale_2: torch.Tensor | None = None,
@@ -125,13 +116,13 @@ def dequantize(
 
 
 def round_trip(
-    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic = Arithmetic.WEIGHTS
+    x: torch.Tensor, scale_2: torch.Tensor | None = None, arithmetic: Arithmetic = Arithmetic.WEIGHTS
 ) -> torch.Tensor:
     """What ``x`` is for an engine that has its codes: :func:`dequantize` of :func:`quantize`, in its dtype; on a GPU in one pass.
 
     Args:
         x: as in :func:`quantize`.
-        scale_2: the global scale, as there.
+        scale_2: the global scale or None, as there.
         arithmetic: the order of the operations.
 
     Raises:
@@ -139,7 +130,7 @@ def round_trip(
     """
     if not x.is_cuda:
         return dequantize(*quantize(x, scale_2, arithmetic), x.dtype)
-    return _on_gpu(x, scale_2, arithmetic, covered=False)[0]
+    return _on_gpu(x, scale_2, arithmetic)
 
 
 def round_trip_in_range(
@@ -152,9 +143,8 @@ def round_trip_in_range(
     """
     if not x.is_cuda:
         return round_trip(x, scale_2, arithmetic), in_range(x.detach(), scale_2)
-    value, inside = _on_gpu(x, scale_2, arithmetic, covered=True)
-    assert inside is not None
-    return value, inside
+    inside = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    return _on_gpu(x, scale_2, arithmetic, inside), inside
 
 
 def fake_quantize(
@@ -226,7 +216,7 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> torch.Tensor:
         if scale_2 is None:
             ctx.save_for_backward()
-            return round_trip(x, global_scale(largest_magnitude(x)), arithmetic)
+            return round_trip(x, None, arithmetic)
         value, inside = round_trip_in_range(x, scale_2, arithmetic)
         ctx.save_for_backward(inside)
         return value
@@ -240,13 +230,15 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _on_gpu(
-    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic, covered: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, scale_2: torch.Tensor | None, arithmetic: Arithmetic, inside: torch.Tensor | None = None
+) -> torch.Tensor:
     _check(x)
+    if scale_2 is None:
+        scale_2 = global_scale(blocks.largest_magnitude(x))
     _per_row(scale_2, x)
     from . import nvfp4_kernels
 
-    return nvfp4_kernels.round_trip(x.detach(), scale_2, arithmetic, covered)
+    return nvfp4_kernels.round_trip(x.detach(), scale_2, arithmetic, inside)
 
 
 def _check(weight: torch.Tensor) -> None:

@@ -248,18 +248,24 @@ def most_global_scale(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def round_trip(
-    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic, covered: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`.nvfp4.round_trip` of what can be quantized, with a global scale that fits, and :func:`.nvfp4.in_range` if ``covered``."""
+    x: torch.Tensor, scale_2: torch.Tensor, arithmetic: Arithmetic, inside: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:func:`.nvfp4.round_trip` of what can be quantized, with a global scale that fits.
+
+    Args:
+        x: any strides.
+        scale_2: the global scale.
+        arithmetic: the order of the operations.
+        inside: takes :func:`.nvfp4.in_range`: bool, of the shape of ``x``, contiguous; None if nobody wants it.
+    """
     x, scale_2 = x.contiguous(), scale_2.contiguous()
     out, blocks = torch.empty_like(x), x.numel() // BLOCK
-    inside = torch.empty_like(x, dtype=torch.uint8) if covered else None
     if blocks:
         with torch.cuda.device_of(x):
             _round_trip[(triton.cdiv(blocks, _BLOCKS),)](
                 x,
                 out,
-                out if inside is None else inside,
+                out if inside is None else inside.view(torch.uint8),
                 scale_2,
                 blocks,
                 blocks // scale_2.numel(),
@@ -267,9 +273,9 @@ def round_trip(
                 FLOATS[x.dtype],
                 arithmetic is Arithmetic.ACTIVATIONS,
                 scale_2.numel() > 1,
-                COVERED if covered else 0.0,
+                0.0 if inside is None else COVERED,
                 E4M3_TINIEST,
                 most_global_scale(x.dtype, x.device),
                 num_warps=_WARPS,
             )
-    return out, None if inside is None else inside.view(torch.bool)
+    return out

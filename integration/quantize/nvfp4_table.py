@@ -40,7 +40,7 @@ class Nvfp4Table(Launches):
             ValueError: shapes or dtypes do not fit, a job cuts blocks or has no global scale, or several elements of a result share a
                 place.
         """
-        from .fp8_kernels import WORDS
+        from ..packing.kernels import FLOATS
         from .nvfp4_kernels import most_global_scale, quantize_nvfp4
 
         groups: dict[tuple[torch.dtype, int, bool], list[Checked]] = {}
@@ -59,7 +59,7 @@ class Nvfp4Table(Launches):
             most = most_global_scale(torch.bfloat16 if round_to_bf16 else dtype, device)
             constants = (
                 COLUMNS + 2,
-                WORDS[str(dtype)],
+                FLOATS[dtype],
                 _BLOCKS,
                 nvfp4.E4M3_TINIEST,
                 rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlrefit.integration.quantize import e8m0, fp8_blockwise, int4, mxfp8, nvfp4
+from rlrefit.integration.quantize import blocks, e8m0, fp8_blockwise, int4, mxfp8, nvfp4
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxfp8, Nvfp4
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.workers.trainers.qat.config import NVFP4
@@ -91,7 +91,7 @@ def test_what_kernels_put_in_place_of_numbers_is_what_codes_and_scales_stand_for
 @pytest.mark.parametrize("format", [NVFP4, Int4(32)], ids=["NVFP4", "INT4"])
 def test_a_compiled_layer_computes_what_it_does_uncompiled(format: Nvfp4 | Int4, inputs: bool) -> None:
     x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (64, 128))
-    of_weight, of_inputs = (nvfp4.global_scale(nvfp4.largest_magnitude(part) * 0.5) for part in (weight, x))
+    of_weight, of_inputs = (nvfp4.global_scale(blocks.largest_magnitude(part) * 0.5) for part in (weight, x))
     scales = of_weight if isinstance(format, Nvfp4) else None, of_inputs if inputs else None
 
     def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ def test_a_compiled_layer_computes_what_it_does_uncompiled(format: Nvfp4 | Int4,
 def test_the_largest_magnitude_is_no_number_where_an_element_is_none() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.randn(1000, 64, device="cuda").to(dtype)
-        assert nvfp4.largest_magnitude(x) == x.abs().amax()
+        assert blocks.largest_magnitude(x) == x.abs().amax()
         x[700, 3] = -torch.inf
-        assert nvfp4.largest_magnitude(x) == torch.inf
+        assert blocks.largest_magnitude(x) == torch.inf
         x[10, 5] = torch.nan
-        assert nvfp4.largest_magnitude(x).isnan()
+        assert blocks.largest_magnitude(x).isnan()
 
 
 @pytest.mark.parametrize("format", [Mxfp8(), Fp8Blockwise()], ids=["MXFP8", "FP8 blocks"])

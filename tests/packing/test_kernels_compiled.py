@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from subprocess import check_output
 from typing import Any
@@ -23,29 +22,42 @@ from rlrefit.integration.quantize import fp8_kernels, int4_kernels, mxfp4_kernel
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
-_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32", "aside": "*u8", "maps": "*u8"}
-_NARROW |= {"choices": "*i32"}
+_NARROW = {
+    "tiles": "*i32",
+    "data": "*u8",
+    "scratch": "*u16",
+    "copy": "*u8",
+    "near": "*i32",
+    "aside": "*u8",
+    "maps": "*u8",
+}
+_NARROW |= {"choices": "*i32", "global_scales": "*fp32", "covered_at": "*u8"}
+_NARROW |= dict.fromkeys(("blocks", "blocks_of_each", "groups"), "i32")
+_POINTERS = {tl.float32: "*fp32", tl.bfloat16: "*bf16"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], pointers: Sequence[str], **options: int) -> Any:
-    """The kernel's code."""
-    signature = {"tiles": "*i32", "rows": "*i64", **dict.fromkeys(pointers, "*i64")}
-    signature |= {name: kind for name, kind in _NARROW.items() if name in pointers}
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    ordered = {name: signature[name] for name in kernel.arg_names}
+def compiled(kernel: Any, constants: dict[str, Any], kind: str = "*i64", **options: int) -> Any:
+    """The kernel's code. ``kind``: of arguments that ``_NARROW`` doesn't name."""
+    signature = {
+        name: "constexpr" if name in constants else _NARROW.get(name, kind) for name in kernel.arg_names
+    }
     source = ASTSource(
         kernel,
-        signature=ordered,
+        signature=signature,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(ordered) - len(constants))},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(signature.values())
+            if kind.startswith("*")
+        },
     )
     return triton.compile(source, target=_HOPPER, options=options).asm
 
 
-def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str) -> Counter[str]:
+def accesses(kernel: Any, constants: dict[str, Any], warps: int) -> Counter[str]:
     """How often each kind of access to global memory stands in the kernel's code."""
-    code = compiled(kernel, constants, pointers, num_warps=warps)["ptx"]
+    code = compiled(kernel, constants, num_warps=warps)["ptx"]
     return Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", code))
 
 
@@ -60,7 +72,7 @@ def test_a_unit_of_16_bytes_is_one_access_of_a_copy() -> None:
 def test_checksums_read_units_of_16_bytes() -> None:
     word, size, lanes = kernels.CHECKSUM_WORDS[16]
     constants = {**_PLACES, "WORD": word, "WORD_BYTES": size, "LANES": lanes}
-    assert accesses(kernels.checksum_segments, constants, 4, "out")["ld.global.v4.b32"] == 4
+    assert accesses(kernels.checksum_segments, constants, 4)["ld.global.v4.b32"] == 4
 
 
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
@@ -74,12 +86,12 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
 def test_the_largest_magnitudes_are_read_16_bytes_at_a_time(source: Any, size: int) -> None:
     constants = {**_PLACES, "SOURCE": source, "SOURCE_BYTES": size, "LANES": 16, "TILE": 512, "COUNT": 1000}
-    found = accesses(kernels.largest_magnitudes, constants, 4, "out")
+    found = accesses(kernels.largest_magnitudes, constants, 4)
     assert found["ld.global.v4.b32"] == 4 * size
 
 
 def test_matrices_are_set_aside_16_bytes_at_a_time() -> None:
-    found = accesses(reordering_kernels.set_aside, {"TILE": 1024}, 4, "aside")
+    found = accesses(reordering_kernels.set_aside, {"TILE": 1024}, 4)
     assert (found["ld.global.v2.b64"], found["st.global.v2.b64"]) == (8, 8)
 
 
@@ -98,7 +110,7 @@ def test_matrices_are_put_in_order_without_spilling(
     bits: int, words: int, mapped: bool, paired: bool, tmp_path: Path
 ) -> None:
     constants = {"BITS": bits, "WORDS": words, "TILES": 512 // words, "MAPPED": mapped, "PAIRED": paired}
-    made = compiled(reordering_kernels.put_in_order, constants, ("aside", "maps", "choices"), num_warps=4)
+    made = compiled(reordering_kernels.put_in_order, constants, num_warps=4)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
@@ -107,8 +119,7 @@ def test_quads_are_read_in_words_and_written_16_bytes_at_a_time_without_spilling
     wide: bool, tmp_path: Path
 ) -> None:
     constants = {"QUADS": 32, "LANES": 4, "TILES": 16, "WIDE": wide}
-    names = ("aside", "maps", "choices")
-    made = compiled(reordering_kernels.put_quads_in_order, constants, names, num_warps=4)
+    made = compiled(reordering_kernels.put_quads_in_order, constants, num_warps=4)
     # A thread has 4 quads. It reads 4 words of each and where they are. It writes to 4 tiles, and reads where these and their row
     # begin, and which matrix it is about.
     found = Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", made["ptx"]))
@@ -127,7 +138,7 @@ def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(
 ) -> None:
     constants = {"COLUMNS": 18, "WORD": source, "BLOCKS": 256, "TINIEST": 2.0**-9, "ROUND": size == 4}
     constants |= {"UNIT": 16, "FLAT": flat, "MOST": 2.0**7}
-    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, (), num_warps=4)
+    made = compiled(nvfp4_kernels.quantize_nvfp4, constants, num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     # A thread has 32 elements, of 4 or 8 blocks. It makes reciprocals for the blocks and the global scale, and a quotient of
     # each block and element. No other product is added before it is rounded.
@@ -142,7 +153,7 @@ def test_blocks_of_nvfp4_are_read_16_bytes_at_a_time(
 @pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
 def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp_path: Path) -> None:
     constants = {"WORD": source, "BLOCKS": 128, "ROUND": size == 4, "DOWN": False, "UNIT": 16}
-    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     assert "div.full" not in made["ptx"]
     assert "fma" not in made["ptx"]
@@ -151,7 +162,7 @@ def test_blocks_of_mxfp4_are_read_16_bytes_at_a_time(source: Any, size: int, tmp
 
 def test_blocks_of_mxfp4_whose_columns_are_contiguous_are_read_without_spilling(tmp_path: Path) -> None:
     constants = {"WORD": tl.bfloat16, "BLOCKS": 128, "ROUND": False, "DOWN": True, "UNIT": 1}
-    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, (), num_warps=4)
+    made = compiled(mxfp4_kernels.quantize_mxfp4, constants, num_warps=4)
     assert resources(made["cubin"], tmp_path)["STACK"] <= 16
 
 
@@ -164,7 +175,7 @@ def test_groups_of_int4_are_read_16_bytes_at_a_time(
 ) -> None:
     constants = {"COLUMNS": 16, "WORD": source, "BLOCKS": 4096 // group, "GROUP": group, "KIND": source}
     constants |= {"EPSILON": 2.0**-7, "LARGEST": largest, "ROUND": False, "UNIT": 16, "DOWN": down}
-    made = compiled(int4_kernels.quantize_int4, constants, (), num_warps=4)
+    made = compiled(int4_kernels.quantize_int4, constants, num_warps=4)
     assert made["ptx"].count("ld.global.v4.b32") == 2 * size
     # A thread has 32 elements, of 4 or 8 groups, and writes 4 words of codes.
     groups = 2 * size
@@ -182,7 +193,7 @@ def test_what_takes_the_place_of_numbers_is_written_16_bytes_at_a_time(
 ) -> None:
     constants = {"BLOCKS": 256, "KIND": kind, "ACTIVATIONS": activations, "EACH": False}
     constants |= {"COVERED": 2688.0 * activations, "TINIEST": 2.0**-9, "MOST": 2.0**7}
-    made = of_tensors(nvfp4_kernels._round_trip, constants, kind, num_warps=4)
+    made = compiled(nvfp4_kernels._round_trip, constants, _POINTERS[kind], num_warps=4)
     # Which activations are covered takes a byte each.
     check_16_bytes_at_a_time(made, 2 * size, 2 * size + 2 * activations, tmp_path)
 
@@ -200,33 +211,8 @@ def test_what_takes_the_place_of_int4_weights_is_written_16_bytes_at_a_time(
         "EPSILON": 2.0**-7,
         "LARGEST": largest,
     }
-    made = of_tensors(int4_kernels._round_trip, constants, kind, num_warps=4)
+    made = compiled(int4_kernels._round_trip, constants, _POINTERS[kind], num_warps=4)
     check_16_bytes_at_a_time(made, 2 * size, 2 * size, tmp_path)
-
-
-def of_tensors(kernel: Any, constants: dict[str, Any], kind: Any, **options: int) -> Any:
-    """The code of a kernel that takes tensors of a type, and global scales and numbers of blocks."""
-    pointer = f"*{'fp32' if kind == tl.float32 else 'bf16'}"
-    numbers = {
-        "global_scales": "*fp32",
-        "covered_at": "*u8",
-        "blocks": "i32",
-        "blocks_of_each": "i32",
-        "groups": "i32",
-    }
-    signature = {name: numbers.get(name, pointer) for name in kernel.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(signature)
-            if name not in {"blocks", "groups"}
-        },
-    )
-    return triton.compile(source, target=_HOPPER, options=options).asm
 
 
 def check_16_bytes_at_a_time(made: Any, reads: int, writes: int, folder: Path) -> None:
@@ -253,7 +239,7 @@ def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(
 def test_weights_are_compared_16_bytes_at_a_time(size: int, unit: int, marks: bool, copies: bool) -> None:
     constants = {**_PLACES, "WORD": delta_kernels.WORDS[size], "ITEM": size, "LANES": unit // size}
     constants |= {"MARKS": marks, "COPIES": copies}
-    found = accesses(delta_kernels.record_changes, constants, 4, "copy", "place", "total")
+    found = accesses(delta_kernels.record_changes, constants, 4)
     if unit == 16:
         assert found["ld.global.v4.b32"] == (8 if marks else 4)
         assert found["st.global.v4.b32"] == (4 if copies else 0)
@@ -270,8 +256,7 @@ def pack_code(size: int) -> Any:
         "LISTED": packer.LISTED,
     }
     registers = packer.registers_of(packer.PROGRAMS, packer.WARPS)
-    pointers = ("place", "counts", "entries", "data", "scratch")
-    return compiled(delta_kernels.pack_marked, constants, pointers, num_warps=packer.WARPS, maxnreg=registers)
+    return compiled(delta_kernels.pack_marked, constants, num_warps=packer.WARPS, maxnreg=registers)
 
 
 def apply_code(size: int) -> Any:
@@ -285,10 +270,7 @@ def apply_code(size: int) -> Any:
         "GRAIN": applier.GRAIN,
     }
     registers = packer.registers_of(applier.PROGRAMS, applier.WARPS)
-    pointers = ("entries", "data", "starts", "rows", "near", "total", "sizes", "scratch")
-    return compiled(
-        delta_kernels.apply_blocks, constants, pointers, num_warps=applier.WARPS, maxnreg=registers
-    )
+    return compiled(delta_kernels.apply_blocks, constants, num_warps=applier.WARPS, maxnreg=registers)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:

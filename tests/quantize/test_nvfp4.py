@@ -169,3 +169,9 @@ def test_fake_quantization_is_what_the_engine_reads_and_passes_gradients_through
 def test_what_cannot_be_quantized_is_refused(columns: int, scale: torch.Tensor | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         nvfp4.quantize(torch.ones(2, columns), scale)
+
+
+def test_whole_numbers_are_refused_by_name_whatever_asks_for_their_codes() -> None:
+    for made_by in (nvfp4.quantize, nvfp4.round_trip, nvfp4.fake_quantize):
+        with pytest.raises(ValueError, match="int8"):
+            made_by(torch.ones(2, 16, dtype=torch.int8))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...integration.errors import RefitError
+from ...integration.quantize.blocks import largest_magnitude
 from .endpoints import AttentionLayer, layer_of_weight, scale_names
 
 # Of a layer, its queries, its keys and its values.
@@ -47,7 +48,7 @@ class AmaxRecorder:
         """Take a layer's inputs of one forward pass, of any shapes, as they go into the KV cache: after RoPE."""
         if not key.numel():
             return
-        found = [_amax(tensor) for tensor in (key, value, query)]
+        found = [largest_magnitude(tensor) for tensor in (key, value, query)]
         row = self._amax[self._rows[layer]]
         torch.maximum(row, torch.stack([*found, torch.ones_like(found[0])]), out=row)
 
@@ -95,12 +96,6 @@ class AmaxRecorder:
             for layer, row in found.items()
             for name, value in zip(scale_names(layer), row, strict=True)
         }
-
-
-def _amax(tensor: torch.Tensor) -> torch.Tensor:
-    # Not abs().max(), which would take the tensor's memory once more.
-    low, high = torch.aminmax(tensor.detach())
-    return torch.maximum(-low, high).float()
 
 
 def core_attentions(model: Sequence[nn.Module], tasks: Sequence[Any]) -> dict[AttentionLayer, nn.Module]:

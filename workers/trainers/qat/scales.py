@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ....integration.errors import RefitError
 from ....integration.packing.tables import FLOAT_DTYPES, MagnitudeTable
-from ....integration.quantize import nvfp4
+from ....integration.quantize import blocks, nvfp4
 from ....integration.quantize.nvfp4_checkpoint import fused_module, input_module
 from ....integration.weights.endpoints import Look, WeightSource, rank_device
 
@@ -462,7 +462,7 @@ class InputScales:
         """Note the largest magnitude of ``x``, and return it."""
         with torch.no_grad():
             noted = self._amax if self._seen is None else self._seen
-            seen = nvfp4.largest_magnitude(x).to(noted.device)
+            seen = blocks.largest_magnitude(x).to(noted.device)
             noted[position] = torch.maximum(noted[position], seen)
             return seen
 
