@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,71 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from tests.fp8_refits import CONFIG
+from tests.fp8_refits import CONFIG, bytes_of, differing, poison
+from tests.spawn import PATIENT_S, run_ranks
 
 if TYPE_CHECKING:
     from rlrefit.integration.session import RefitSession
 
 RANKS = 2
+
+
+def check_refits(
+    folder: Path, checkpoint: str, serve: Callable[..., Any], case: object, **engines: Any
+) -> None:
+    """Two refits leave what the engine loads of Bridge's own export, and all but the router goes shard to shard.
+
+    Args:
+        folder: for the exports.
+        checkpoint: that Bridge is made from.
+        serve: of an engine's rank, of ``(rank, meeting, case, exports)``: what :func:`served` returns.
+        case: the engine's.
+        engines: options of :func:`run_ranks` for the engine's ranks.
+    """
+    from rlrefit.integration.control import open_rendezvous
+
+    exports = [str(folder / f"exported {version}") for version in range(2)]
+    with closing(open_rendezvous("127.0.0.1", RANKS, RANKS)) as server, ThreadPoolExecutor(1) as beside:
+        meeting = server.rendezvous.to_json()
+        trainers = beside.submit(run_ranks, train, RANKS, meeting, checkpoint, exports, timeout_s=PATIENT_S)
+        found = run_ranks(serve, RANKS, meeting, case, exports, timeout_s=PATIENT_S, **engines)
+        refused = trainers.result()
+    assert [wrong for wrong, _ in found] == [[[], []]] * RANKS
+    routers = {
+        f"language_model.model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")
+    }
+    assert all(by_rank.keys() == routers for by_rank in refused)
+    assert found[0][1] == {"bulk": 86, "misc": 2, "unused": 0}
+
+
+def served(
+    rank: int,
+    meeting: str,
+    destination: Any,
+    exports: Sequence[str],
+    poisoned: Callable[[], Iterable[torch.Tensor]],
+    held: Callable[[], Mapping[str, torch.Tensor]],
+    loaded: Callable[[str], Mapping[str, torch.Tensor]],
+) -> tuple[list[list[str]], dict[str, int]]:
+    """What differs in an engine's rank after each refit from what it loads of the export, and how many weights took each route.
+
+    Args:
+        rank: of the engine.
+        meeting: with the trainer's ranks.
+        destination: the engine's weights.
+        exports: as in :func:`train`.
+        poisoned: what is overwritten before each refit.
+        held: the state that is compared.
+        loaded: the same state of an engine that has loaded a checkpoint.
+    """
+    wrong = []
+    with met(meeting, RANKS + rank, destination) as session:
+        for version, folder in enumerate(exports):
+            poison(poisoned())
+            session.refit(version)
+            wrong.append(differing(bytes_of(held()), bytes_of(loaded(folder))))
+        routes = {route: len(session.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
+    return wrong, routes
 
 
 def train(rank: int, meeting: str, checkpoint: str, exports: Sequence[str]) -> dict[str, str]:

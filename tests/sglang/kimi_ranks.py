@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.families.kimi_trainer import RANKS, met
-from tests.fp8_refits import bytes_of, differing, poison
+from tests.families.kimi_trainer import RANKS, served
 
 from .int4_ranks import CPU, Int4Case, held, kernels
 from .models import begin, load_model
@@ -20,12 +19,12 @@ def serve(
 
     with kernels(case):
         live = load_model(case.served[0])
-        wrong = []
-        with met(meeting, RANKS + rank, SglangDestination(live, CPU)) as session:
-            for version, folder in enumerate(exports):
-                poison(held(live.model).values())
-                session.refit(version)
-                expected = held(load_model(folder).model)
-                wrong.append(differing(bytes_of(held(live.model)), bytes_of(expected)))
-            routes = {route: len(session.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
-        return wrong, routes
+        return served(
+            rank,
+            meeting,
+            SglangDestination(live, CPU),
+            exports,
+            lambda: held(live.model).values(),
+            lambda: held(live.model),
+            lambda folder: held(load_model(folder).model),
+        )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.families.kimi_trainer import RANKS, met
-from tests.fp8_refits import bytes_of, differing, poison
+from tests.families.kimi_trainer import served
 
 if TYPE_CHECKING:
     from vllm_fp8_ranks import Fp8Case
@@ -28,13 +27,12 @@ def serve(
     with groups_of(rank, case.served):
         choose_int4_kernel(case.kernel)
         live, config = loaded(case.served)
-        destination = VllmDestination(live, config, torch.device("cpu"))
-        wrong = []
-        with met(meeting, RANKS + rank, destination) as session:
-            for version, folder in enumerate(exports):
-                poison(_weights(live))
-                session.refit(version)
-                expected, _ = loaded(case.served, folder)
-                wrong.append(differing(bytes_of(_held(live)), bytes_of(_held(expected))))
-            routes = {route: len(session.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
-        return wrong, routes
+        return served(
+            rank,
+            meeting,
+            VllmDestination(live, config, torch.device("cpu")),
+            exports,
+            lambda: _weights(live),
+            lambda: _held(live),
+            lambda folder: _held(loaded(case.served, folder)[0]),
+        )
