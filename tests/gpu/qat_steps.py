@@ -52,7 +52,7 @@ def _write_model(name: str, layers: int, folder: str) -> None:
 def _timed(config: Any, batch: PolicyBatch, times: int) -> tuple[float, int]:
     """Median milliseconds of a step, and the most memory in MB."""
     policy = refitting_policy(config, RefitConfig())
-    if isinstance(policy, TrainsInFourBits):
+    if isinstance(policy, TrainsInFourBits) and config.qat.activations:
         policy.calibrate_inputs(batch)
     torch.cuda.reset_peak_memory_stats()
     found = []
