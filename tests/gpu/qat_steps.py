@@ -3,18 +3,17 @@
     python -m tests.gpu.qat_steps --model qwen3-4b --layers 12 --trainer fsdp
 
 A step is what a recipe does with a batch: forward, backward and optimizer, and in four bits all scales anew. It prints a JSON line for
-each kind of training: the median of milliseconds, by the host's clock around a synchronized step, and the most memory.
+each kind of training, which has a process of its own: the median of milliseconds, by the host's clock around a synchronized step, and the
+most memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +39,7 @@ _KINDS = {
 }
 
 
-def _write_model(name: str, layers: int, folder: str) -> None:
+def write_model(name: str, layers: int, folder: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     told = {key: value for key, value in open_model(name).config.items() if not key.startswith("_")}
@@ -49,20 +48,41 @@ def _write_model(name: str, layers: int, folder: str) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def _timed(config: Any, batch: PolicyBatch, times: int) -> tuple[float, int]:
-    """Median milliseconds of a step, and the most memory in MB."""
+def measure(arguments: argparse.Namespace, folder: str, kind: str) -> None:
+    """Time steps of one kind of training, and print the line."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOCAL_RANK="0")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    generator = torch.Generator().manual_seed(0)
+    shape = arguments.rows, arguments.tokens
+    mask = torch.ones(shape)
+    mask[:, : arguments.tokens // 4] = 0
+    batch = PolicyBatch(
+        torch.randint(0, 1000, shape, generator=generator),
+        mask,
+        advantages=torch.randn(arguments.rows, generator=generator),
+        old_logprobs=torch.full(shape, -11.0) * mask,
+    )
+    made: Any = {"fsdp": FSDPPolicyConfig, "megatron": MegatronPolicyConfig}[arguments.trainer]
+    config = made(folder, micro_batch=arguments.micro_batch, qat=_KINDS[kind])
     policy = refitting_policy(config, RefitConfig())
     if isinstance(policy, TrainsInFourBits) and config.qat.activations:
         policy.calibrate_inputs(batch)
     torch.cuda.reset_peak_memory_stats()
     found = []
-    for _ in range(times + 2):
+    for _ in range(arguments.times + 2):
         torch.cuda.synchronize()
         began = time.perf_counter()
         policy.train_step(batch)
         torch.cuda.synchronize()
         found.append(time.perf_counter() - began)
-    return median(found[2:]) * 1e3, torch.cuda.max_memory_allocated() >> 20
+    line = {
+        "kind": kind,
+        "step_ms": round(median(found[2:]) * 1e3, 1),
+        "most_mb": torch.cuda.max_memory_allocated() >> 20,
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -77,36 +97,17 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4, help="rows")
     parser.add_argument("--times", type=int, default=6)
     arguments = parser.parse_args()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOCAL_RANK="0")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1)
-    generator = torch.Generator().manual_seed(0)
-    shape = arguments.rows, arguments.tokens
-    mask = torch.ones(shape)
-    mask[:, : arguments.tokens // 4] = 0
-    batch = PolicyBatch(
-        torch.randint(0, 1000, shape, generator=generator),
-        mask,
-        advantages=torch.randn(arguments.rows, generator=generator),
-        old_logprobs=torch.full(shape, -11.0) * mask,
-    )
-    made = {"fsdp": FSDPPolicyConfig, "megatron": MegatronPolicyConfig}[arguments.trainer]
+    processes = torch.multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:
-        _write_model(arguments.model, arguments.layers, folder)
-        (Path(folder) / "generation_config.json").unlink(missing_ok=True)
-        for kind, qat in _KINDS.items():
-            step_ms, most_mb = _timed(
-                made(folder, micro_batch=arguments.micro_batch, qat=qat), batch, arguments.times
-            )
-            line = {"kind": kind, "step_ms": round(step_ms, 1), "most_mb": most_mb}
-            sys.stdout.write(json.dumps(line) + "\n")
-            sys.stdout.flush()
-            if arguments.trainer == "megatron":
-                from megatron.core import parallel_state
-
-                parallel_state.destroy_model_parallel()
-            gc.collect()
-            torch.cuda.empty_cache()
+        for work in (
+            (write_model, (arguments.model, arguments.layers, folder)),
+            *((measure, (arguments, folder, kind)) for kind in _KINDS),
+        ):
+            process = processes.Process(target=work[0], args=work[1])
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"{work[0].__name__} ended with exit code {process.exitcode}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4, Mxf
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.workers.trainers.qat.config import NVFP4
 from rlrefit.workers.trainers.qat.functions import linear
+from tests.qat.test_functions import of_stack
 from tests.quantize.test_fp8_kernels import (
     compare_cut_blocks_with_torch,
     compare_kernel_with_torch,
@@ -107,6 +108,13 @@ def test_a_compiled_layer_computes_what_it_does_uncompiled(format: Nvfp4 | Int4,
         assert uncompiled is not None
         assert compiled is not None
         assert torch.equal(uncompiled, compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_of_experts_computes_in_one_what_its_experts_do_one_after_another(dtype: torch.dtype) -> None:
+    for ours, theirs in of_stack(dtype, torch.device("cuda", 0)):
+        # Products add up in another order.
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_largest_magnitude_is_no_number_where_an_element_is_none() -> None:

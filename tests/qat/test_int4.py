@@ -82,7 +82,7 @@ def _as_the_engine_has_it(model: nn.Module, checkpoint: Path) -> nn.Module:
         }
     )
     for module in plain.modules():
-        if hasattr(module, "is_transposed"):  # a stack, whose experts are computed one after another
+        if hasattr(module, "is_transposed"):  # a stack of experts, whose products are grouped
             quantize_experts(module, _Kept(), _Kept())  # type: ignore[arg-type]
     return plain
 

@@ -63,12 +63,21 @@ def linear(
     weight_scale: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     format: Nvfp4 | Int4 = NVFP4,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``fake_input(x) @ fake_weight(weight).T``, which keeps nothing for the backward pass but ``x`` and ``weight``.
 
     So FSDP may free a gathered weight in between. What is quantized is computed once more instead.
+
+    Args:
+        x: ``[..., k]``; ``[rows, k]`` with ``ends``.
+        weight: ``[n, k]``, or experts' ``[experts, n, k]``.
+        weight_scale: as in :func:`fake_weight`; one for each expert.
+        input_scale: as in :func:`fake_input`; or FP32 ``[rows]``, one for each row.
+        format: of the engine.
+        ends: int32 ``[experts]``, how many rows there are up to each expert's last one: rows lie in the order of experts.
     """
-    result: torch.Tensor = _Linear.apply(x, weight, weight_scale, input_scale, format)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Linear.apply(x, weight, weight_scale, input_scale, format, ends)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -91,26 +100,32 @@ class _Linear(torch.autograd.Function):
         weight_scale: torch.Tensor | None,
         input_scale: torch.Tensor | None,
         format: Nvfp4 | Int4,
+        ends: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.format = format
-        ctx.save_for_backward(x, weight, weight_scale, input_scale)
+        ctx.save_for_backward(x, weight, weight_scale, input_scale, ends)
         inputs = x if input_scale is None else nvfp4.round_trip(x, input_scale, Arithmetic.ACTIVATIONS)
-        return functional.linear(inputs, fake_weight(weight, weight_scale, format))
+        value = fake_weight(weight, weight_scale, format)
+        if ends is None:
+            return functional.linear(inputs, value)
+        return functional.grouped_mm(inputs, value.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        x, weight, weight_scale, input_scale = ctx.saved_tensors
+        x, weight, weight_scale, input_scale, ends = ctx.saved_tensors
         of_x = of_weight = inside = None
         inputs = x
         if input_scale is not None:
             inputs, inside = nvfp4.round_trip_in_range(x, input_scale, Arithmetic.ACTIVATIONS)
         if ctx.needs_input_grad[1]:
-            of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+            turned, rows = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
+            of_weight = turned @ rows if ends is None else functional.grouped_mm(turned, rows, offs=ends)
         # Freed before what takes its place.
         del inputs
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ fake_weight(weight, weight_scale, ctx.format)
+            value = fake_weight(weight, weight_scale, ctx.format)
+            of_x = gradient @ value if ends is None else functional.grouped_mm(gradient, value, offs=ends)
             if inside is not None:
                 of_x = torch.where(inside, of_x, 0)
-        return of_x, of_weight, None, None, None
+        return of_x, of_weight, None, None, None, None

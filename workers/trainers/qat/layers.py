@@ -67,7 +67,7 @@ class Quantizer:
         self.inputs.observe(self.input_at, x)
         return True
 
-    def weight_scale(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor | None:
+    def weight_scale(self, weight: torch.Tensor) -> torch.Tensor | None:
         """``weight_scale_2`` for the weight as it is passed to the product, and where that is computed; None in a format without.
 
         Scales are kept on the rank's GPU, and a model may be computed on the host beside it.
@@ -78,12 +78,11 @@ class Quantizer:
         if self.weights is None:
             return None
         self.weights.check_versions(self.places)
-        scale = self.weights.of(self.at, weight.dtype).to(weight.device)
-        return scale if expert is None else scale[expert]
+        return self.weights.of(self.at, weight.dtype).to(weight.device)
 
-    def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``input_scale`` for these inputs, where they are."""
-        return None if self.inputs is None else self.inputs.of(self.input_at, x).to(x.device)
+    def input_scale(self, x: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor | None:
+        """``input_scale`` for these inputs, where they are; as :meth:`.scales.InputScales.of`."""
+        return None if self.inputs is None else self.inputs.of(self.input_at, x, experts).to(x.device)
 
     def kept(self, weight: torch.Tensor) -> torch.Tensor:
         """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
@@ -117,34 +116,35 @@ def quantize_linear(module: nn.Linear, quantizer: Quantizer) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if quantizer.calibrates(x):
             return original(x)
-        out = _multiplied(x, module.weight, quantizer)
+        out = _multiplied(x, module.weight, quantizer, quantizer.input_scale(x))
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
 def quantize_experts(module: Any, gate_up: Quantizer, down: Quantizer) -> None:
-    """For transformers' stacks of experts (``gate_up_proj`` ``[experts, 2 · n, k]``, ``down_proj``), one after another.
+    """For transformers' stacks of experts (``gate_up_proj`` ``[experts, 2 · n, k]``, ``down_proj``), all in one product.
 
     With dynamic scales each expert's tokens make one for its second layer.
     """
 
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        calibrating = gate_up.calibrates(hidden)
-        first, second = module.gate_up_proj.unbind(0), module.down_proj.unbind(0)
-        up_scale = None if calibrating else gate_up.input_scale(hidden)
-        result = torch.zeros_like(hidden)
-        for expert in range(len(first)):
-            token, choice = torch.where(top_k_index == expert)
-            if not len(token):
-                continue
-            inner = module._apply_gate(
-                _of_expert(hidden[token], first, expert, gate_up, up_scale, calibrating)
-            )
-            down_scale = None if down.calibrates(inner) else down.input_scale(inner)
-            out = _of_expert(inner, second, expert, down, down_scale, calibrating)
-            result = result.index_add(0, token, (out * top_k_weights[token, choice, None]).to(result.dtype))
-        return result
+        # Tokens as often as they are routed, in the order of experts.
+        experts, order = top_k_index.flatten().sort(stable=True)
+        numbers = torch.arange(len(module.gate_up_proj), device=experts.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        rows = hidden[order // top_k_index.shape[-1]]
+        if gate_up.calibrates(hidden):
+            inner = module._apply_gate(_grouped(rows, module.gate_up_proj, ends))
+            down.calibrates(inner)
+            out = _grouped(inner, module.down_proj, ends)
+        else:
+            scale = gate_up.input_scale(hidden)
+            inner = module._apply_gate(_multiplied(rows, module.gate_up_proj, gate_up, scale, ends))
+            scale = down.input_scale(inner, experts)
+            out = _multiplied(inner, module.down_proj, down, scale, ends)
+        out = out * top_k_weights.flatten()[order, None]
+        return out[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden.dtype)
 
     module.forward = forward
 
@@ -226,7 +226,13 @@ def quantize_normed(module: Any, quantizer: Quantizer) -> None:
     module.forward = forward
 
 
-def _multiplied(x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+def _multiplied(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    quantizer: Quantizer,
+    input_scale: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
     if isinstance(weight, DTensor):
         raise RefitError(
             "a quantized layer computes with a DTensor, so it is tensor parallel, or runs outside of the module that "
@@ -235,21 +241,13 @@ def _multiplied(x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> 
             stage="quantize",
         )
     x, weight = _as_autocast_has_it(x, weight)
-    return linear(x, weight, quantizer.weight_scale(weight), quantizer.input_scale(x), quantizer.format)
+    return linear(x, weight, quantizer.weight_scale(weight), input_scale, quantizer.format, ends)
 
 
-def _of_expert(
-    x: torch.Tensor,
-    stack: tuple[torch.Tensor, ...],
-    expert: int,
-    quantizer: Quantizer,
-    input_scale: torch.Tensor | None,
-    calibrating: bool,
-) -> torch.Tensor:
-    if calibrating:
-        return functional.linear(x, stack[expert])
-    x, weight = _as_autocast_has_it(x, stack[expert])
-    return linear(x, weight, quantizer.weight_scale(weight, expert), input_scale, quantizer.format)
+def _grouped(rows: torch.Tensor, stack: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows times their experts' weights, as :func:`.functions.linear` has both."""
+    rows, stack = _as_autocast_has_it(rows, stack)
+    return functional.grouped_mm(rows, stack.transpose(1, 2), offs=ends)
 
 
 def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
