@@ -36,7 +36,7 @@ def test_the_layer_that_keeps_nothing_computes_what_its_steps_do(
             out = linear(x, weight, scale, input_scale)
         else:
             inputs = x if share is None else nvfp4.fake_quantize(x, input_scale, Arithmetic.ACTIVATIONS)
-            out = functional.linear(inputs, straight_through(weight, fake_weight(weight, scale)))
+            out = functional.linear(inputs, *straight_through([weight], [fake_weight(weight, scale)]))
         out.backward(gradient)
         assert x.grad is not None
         assert weight.grad is not None

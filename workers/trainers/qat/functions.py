@@ -7,6 +7,7 @@ activations beyond the range of a static scale have been cut off, and get no gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,9 +47,11 @@ def fake_weight(
         return nvfp4.round_trip(weight, scale_2)
 
 
-def straight_through(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, whose gradient is the gradient of ``weight``."""
-    result: torch.Tensor = _StraightThrough.apply(weight, value)  # type: ignore[no-untyped-call]
+def straight_through(
+    weights: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``values``, whose gradients are those of ``weights``."""
+    result: tuple[torch.Tensor, ...] = _StraightThrough.apply(*weights, *values)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -83,12 +86,12 @@ def linear(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+    def forward(ctx: Any, *weights_and_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(value.view_as(value) for value in weights_and_values[len(weights_and_values) // 2 :])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *gradients, *[None] * len(gradients)
 
 
 class _Linear(torch.autograd.Function):

@@ -57,8 +57,9 @@ class Quantizer:
     places: tuple[int, ...]
     inputs: InputScales | None
     input_at: int
-    _cached: torch.Tensor | None = field(default=None, init=False)
-    _cached_for: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
+    _value: torch.Tensor | None = field(default=None, init=False)
+    # The generation of scales, the weight's place and its version.
+    _made_for: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
 
     def calibrates(self, x: torch.Tensor) -> bool:
         """Whether the layer is to compute as ever, as inputs are only looked at."""
@@ -84,29 +85,33 @@ class Quantizer:
         """``input_scale`` for these inputs, where they are; as :meth:`.scales.InputScales.of`."""
         return None if self.inputs is None else self.inputs.of(self.input_at, x, experts).to(x.device)
 
-    def kept(self, weight: torch.Tensor) -> torch.Tensor:
-        """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
-
-        In a format without global scales nothing tells of a new step, so each forward pass computes it anew, and nothing stays.
+    def holds(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The quantized value that was kept of a weight, if it is that of the weight as it is and where it is.
 
         Raises:
             RefitError: the weight was written since the last refresh.
         """
         if self.weights is None:
-            return fake_weight(weight, None, self.format)
-        scale = self.weight_scale(weight)
-        generation, place, version = made_for = (self.weights.generation, weight.data_ptr(), weight._version)
-        if self._cached_for[0] == generation and self._cached_for[2] != version:
+            return None
+        self.weights.check_versions(self.places)
+        generation, place, version = self._made_for
+        if generation == self.weights.generation and version != weight._version:
             self.weights.now_stale("a weight was written after the last refresh()")
-            scale = self.weight_scale(weight)
-        if self._cached is None or self._cached_for[:2] != (generation, place):
-            self._cached = fake_weight(weight, scale, self.format)
-        self._cached_for = made_for
-        return self._cached
+        self.weights.require_fresh()
+        return self._value if (generation, place) == (self.weights.generation, weight.data_ptr()) else None
+
+    def keep(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        """Have the quantized value of a weight stay in memory, for the passes of one step.
+
+        In a format without global scales nothing tells of a new step, so each forward pass computes it anew, and nothing stays.
+        """
+        if self.weights is not None:
+            self._value = value
+            self._made_for = self.weights.generation, weight.data_ptr(), weight._version
 
     def release(self) -> None:
         """Free the quantized value; the next use computes it again."""
-        self._cached = None
+        self._value = None
 
 
 def quantize_linear(module: nn.Linear, quantizer: Quantizer) -> None:
@@ -152,7 +157,7 @@ def quantize_experts(module: Any, gate_up: Quantizer, down: Quantizer) -> None:
 def quantize_parallel(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> None:
     """For Megatron's linear layers and grouped experts: their own code runs, with other weights and inputs.
 
-    The quantized values of ``quantizers``' parameters stay in memory between steps (:meth:`Quantizer.kept`).
+    The quantized values of ``quantizers``' parameters stay in memory between passes (:meth:`Quantizer.keep`).
     """
     original = module.forward
     first = next(iter(quantizers.values()))
@@ -160,8 +165,7 @@ def quantize_parallel(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.calibrates(x):
             return original(x, *args, **kwargs)
-        values = {name: _kept(module, name, quantizer) for name, quantizer in quantizers.items()}
-        with _in_place_of_parameters(module, values):
+        with _in_place_of_parameters(module, _kept(module, quantizers)):
             return original(fake_input(x, first.input_scale(x)), *args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -214,7 +218,7 @@ def quantize_normed(module: Any, quantizer: Quantizer) -> None:
         bias = module.bias if module.bias is not None and module.bias.numel() else None
         out = linear_with_grad_accumulation_and_async_allreduce(
             fake_input(normed, quantizer.input_scale(normed)),
-            _kept(module, "weight", quantizer),
+            _kept(module, {"weight": quantizer})["weight"],
             None if returns_bias else bias,
             gradient_accumulation_fusion=False,
             allreduce_dgrad=group.size() > 1 and not gathers,
@@ -258,10 +262,23 @@ def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Te
     return x.to(dtype), weight.to(dtype)
 
 
-def _kept(module: nn.Module, name: str, quantizer: Quantizer) -> torch.Tensor:
-    weight = module._parameters[name]
-    assert weight is not None
-    return straight_through(weight, quantizer.kept(weight))
+def _kept(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> dict[str, torch.Tensor]:
+    """What takes the place of parameters of one shape and format; all that has to be computed is computed in one."""
+    weights: dict[str, Any] = {name: module._parameters[name] for name in quantizers}
+    values = {name: quantizer.holds(weights[name]) for name, quantizer in quantizers.items()}
+    due = [name for name, value in values.items() if value is None]
+    if due:
+        first = quantizers[due[0]]
+        with torch.no_grad():
+            # A group of experts has a parameter for each.
+            stack = weights[due[0]][None] if len(due) == 1 else torch.stack([weights[name] for name in due])
+            at = torch.tensor([quantizers[name].at for name in due])
+            scales = None if first.weights is None else first.weights.of(at, stack.dtype).to(stack.device)
+            made = fake_weight(stack, scales, first.format).unbind()
+        for name, value in zip(due, made, strict=True):
+            quantizers[name].keep(weights[name], value)
+            values[name] = value
+    return dict(zip(weights, straight_through([*weights.values()], [*values.values()]), strict=True))
 
 
 @contextmanager

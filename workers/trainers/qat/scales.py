@@ -241,6 +241,14 @@ class WeightScales:
         Raises:
             RefitError: the weights may have changed since the last refresh.
         """
+        return nvfp4.global_scale(self.require_fresh()[positions].to(dtype))
+
+    def require_fresh(self) -> torch.Tensor:
+        """The weights' largest magnitudes.
+
+        Raises:
+            RefitError: the weights may have changed since the last refresh.
+        """
         if self._amax is None or self._stale:
             raise RefitError(
                 f"the global scales of the quantized weights are not up to date: {self._stale}. Blocks would be cut "
@@ -248,7 +256,7 @@ class WeightScales:
                 "and after loading weights, before the next forward pass",
                 stage="quantize",
             )
-        return nvfp4.global_scale(self._amax[positions].to(dtype))
+        return self._amax
 
     def _prepared(self, source: WeightSource | None = None) -> WeightSource:
         """Another source of the same parameters, or the own one, that has been prepared."""
