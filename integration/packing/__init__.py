@@ -2,7 +2,16 @@
 
 from .casting import Cast
 from .checksum import ChecksumViews, checksum
-from .copies import Checksums, Copy, CpuCopies, JoinedCopies, make_checksums, make_copy
+from .copies import (
+    Checksums,
+    Copy,
+    CpuCopies,
+    JoinedCopies,
+    Magnitudes,
+    make_checksums,
+    make_copy,
+    make_magnitudes,
+)
 from .encoded import EncodedView, Encoder, EncodingsByHost, NotComputable, make_encoders
 from .rows import row_bytes
 from .strided import Strided, repeats
@@ -21,6 +30,7 @@ __all__ = [
     "Encoder",
     "EncodingsByHost",
     "JoinedCopies",
+    "Magnitudes",
     "NotComputable",
     "Strided",
     "checksum",
@@ -28,6 +38,7 @@ __all__ = [
     "make_checksums",
     "make_copy",
     "make_encoders",
+    "make_magnitudes",
     "repeats",
     "row_bytes",
 ]

@@ -9,9 +9,9 @@ import torch
 
 from .checksum import ChecksumViews
 from .encoded import EncodedView, make_encoders
-from .host import CopiesByHost, copied_by_host
+from .host import CopiesByHost, WeakView, copied_by_host
 from .strided import Strided
-from .tables import ChecksumTable, CopyTable
+from .tables import ChecksumTable, CopyTable, MagnitudeTable
 
 
 class Copy(Protocol):
@@ -33,6 +33,30 @@ class Checksums(Protocol):
 
     def add_to(self, out: torch.Tensor) -> None:
         """Add the checksums to ``out``, modulo 2^64."""
+
+
+class Magnitudes(Protocol):
+    """The largest magnitudes of some views, prepared."""
+
+    def compute(self) -> torch.Tensor:
+        """FP32 ``[views]``; NaN or infinity of a view that holds one."""
+
+
+class CpuMagnitudes:
+    """By torch; views are not kept."""
+
+    def __init__(self, views: Sequence[torch.Tensor]):
+        self._views = [WeakView(view) for view in views]
+
+    def compute(self) -> torch.Tensor:
+        """As :meth:`Magnitudes.compute`."""
+        found = torch.zeros(len(self._views), dtype=torch.float32)
+        for slot, one in enumerate(self._views):
+            view = one.view()
+            found[slot] = (
+                view.amax() if view.dtype == torch.uint8 else torch.linalg.vector_norm(view, torch.inf)
+            )
+        return found
 
 
 class CpuCopies:
@@ -122,3 +146,11 @@ def make_checksums(
                 "up its bytes where the host has copied them to"
             )
     return ChecksumTable.build([(Strided.of(view), offset) for view, offset in views], device, slots)
+
+
+def make_magnitudes(views: Sequence[torch.Tensor], device: torch.device) -> Magnitudes:
+    """The largest magnitudes of views that lie on ``device``, each with some elements, of floating-point numbers or ``uint8``.
+
+    They must stay where they are as long as this is used.
+    """
+    return MagnitudeTable.build(views, device, None) if device.type == "cuda" else CpuMagnitudes(views)

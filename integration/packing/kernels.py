@@ -22,6 +22,7 @@ COPY_WORDS = {
     1: (tl.int8, 1, 1),
 }
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+NUMBERS = {**FLOATS, torch.uint8: tl.uint8}
 CHECKSUM_WORDS = {
     16: (tl.uint32, 4, 4),
     8: (tl.uint32, 4, 2),
@@ -143,7 +144,7 @@ def largest_magnitudes(
         a, _, offset_a, _, mask, slot = _place(tile, tiles, rows, COLUMNS, TILE, NESTED)
         source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
         lane = tl.arange(0, LANES)[None, :]
-        value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0.0)
+        value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0)
         if tl.bfloat16 == SOURCE:
             bits = (value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
         else:

@@ -205,13 +205,20 @@ class MagnitudeTable:
         self._device = device
 
     @staticmethod
-    def build(views: Sequence[torch.Tensor], device: torch.device) -> MagnitudeTable:
-        """A table of views of FP32, BF16 or FP16, any strides.
+    def build(
+        views: Sequence[torch.Tensor], device: torch.device, programs: int | None = _MAGNITUDE_PROGRAMS
+    ) -> MagnitudeTable:
+        """A table of views, any strides.
+
+        Args:
+            views: FP32, BF16, FP16 or ``uint8``.
+            device: of them.
+            programs: at most so many, that leave room to other kernels; None for as many as there are tiles.
 
         Raises:
             ValueError: memory that is not aligned to its elements.
         """
-        from .kernels import FLOATS, largest_magnitudes
+        from .kernels import NUMBERS, largest_magnitudes
 
         by_dtype: dict[torch.dtype, list[tuple[Strided, Strided, int]]] = {}
         for slot, view in enumerate(views):
@@ -224,10 +231,10 @@ class MagnitudeTable:
                 largest_magnitudes,
                 _MAGNITUDE_WARPS,
                 t,
-                (COLUMNS, FLOATS[dtype], dtype.itemsize, t.unit, _MAGNITUDE_TILE, t.nested, len(t.tiles)),
+                (COLUMNS, NUMBERS[dtype], dtype.itemsize, t.unit, _MAGNITUDE_TILE, t.nested, len(t.tiles)),
                 device,
                 (like,),
-                _MAGNITUDE_PROGRAMS,
+                programs,
             )
             for dtype, triples in by_dtype.items()
             for t in build_tables(collapse(triples), _MAGNITUDE_TILE)

@@ -22,7 +22,7 @@ from tests.quantize.test_mxfp4 import compare_kernel_with_torch as compare_mxfp4
 from tests.quantize.test_mxfp8_kernel import compare_mxfp8_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_kernel_with_torch as compare_nvfp4_with_torch
 from tests.quantize.test_nvfp4_kernel import compare_round_trips_with_torch as compare_nvfp4_round_trips
-from tests.quantize.test_scale_watch import look_some_at_a_time
+from tests.quantize.test_scale_watch import look_at_one_after_the_other
 from tests.quantize.weights import same
 
 from .needs import needs
@@ -129,6 +129,6 @@ def test_the_largest_magnitude_is_no_number_where_an_element_is_none() -> None:
 
 @pytest.mark.parametrize("format", [Mxfp8(), Fp8Blockwise()], ids=["MXFP8", "FP8 blocks"])
 def test_scales_that_are_no_numbers_are_found_as_on_the_cpu(
-    format: Format, monkeypatch: pytest.MonkeyPatch
+    format: Format,
 ) -> None:
-    look_some_at_a_time(format, torch.device("cuda", 0), monkeypatch)
+    look_at_one_after_the_other(format, torch.device("cuda", 0))

@@ -83,7 +83,7 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
     assert found["st.global.b16"] == 0
 
 
-@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2), (tl.uint8, 1)])
 def test_the_largest_magnitudes_are_read_16_bytes_at_a_time(source: Any, size: int) -> None:
     constants = {**_PLACES, "SOURCE": source, "SOURCE_BYTES": size, "LANES": 16, "TILE": 512, "COUNT": 1000}
     found = accesses(kernels.largest_magnitudes, constants, 4)

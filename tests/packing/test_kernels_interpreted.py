@@ -78,6 +78,14 @@ def compare_kernels_with_torch() -> None:
     tables._MAGNITUDE_PROGRAMS = 2  # so that each makes several tiles
     found = tables.MagnitudeTable.build(held, cpu).compute()
     assert torch.equal(found.nan_to_num(nan=-1.0), largest.nan_to_num(nan=-1.0))
+    codes = [
+        torch.arange(600, dtype=torch.int16).to(torch.uint8).view(20, 30),
+        torch.zeros(7, dtype=torch.uint8),
+    ]
+    codes += [codes[0][3:6, ::2], codes[0][1:2, 5:6]]
+    assert torch.equal(
+        tables.MagnitudeTable.build(codes, cpu).compute(), torch.stack([c.amax() for c in codes]).float()
+    )
 
 
 def test_the_kernels_copy_and_add_up_as_torch_does() -> None:

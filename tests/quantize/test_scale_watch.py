@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
-from rlrefit.integration.weights import scale_watch
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.scale_watch import ScaleWatch
 
@@ -58,18 +58,15 @@ class _Arriving:
         self.watch.require_finite()
 
 
-def test_scales_are_looked_at_some_at_a_time_and_what_is_wrong_is_told_by_name_and_place(
-    format: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_some_at_a_time(format, CPU, monkeypatch)
+def test_what_is_wrong_among_scales_is_told_by_name_and_place(format: Format) -> None:
+    look_at_one_after_the_other(format, CPU)
 
 
-def look_some_at_a_time(format: Format, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def look_at_one_after_the_other(format: Format, device: torch.device) -> None:
     """One tensor of scales after the other has something wrong."""
-    one = ROWS * COLUMNS * format.scale_dtype.itemsize
-    monkeypatch.setattr(scale_watch, "AT_ONCE_BYTES", 2 * one)
     arriving = _Arriving(format, device)
-    assert arriving.watch.nbytes == 4 * one
+    # What is loaded is looked at beside the engine, one tensor at a time.
+    assert arriving.watch.nbytes == 2 * ROWS * COLUMNS * format.scale_dtype.itemsize
     arriving.refit()
     height, width = format.block
     for number, tensor in enumerate(arriving.tensors):
@@ -88,9 +85,12 @@ def look_some_at_a_time(format: Format, device: torch.device, monkeypatch: pytes
     assert raised.value.parameter == _name(0)
 
 
-def test_what_lies_in_place_and_fits_at_once_is_held_once(format: Format) -> None:
+def test_what_lies_in_place_takes_no_memory_and_is_not_kept(format: Format) -> None:
     watch = ScaleWatch({_name(0): format}, 0)
     scales = torch.full((ROWS, COLUMNS), 1, dtype=format.scale_dtype)
     name = _name(0) + format.scale_name_end
     watch.bind([Fragment(name, (ROWS, COLUMNS), ((0, ROWS), (0, COLUMNS)), scales)], [], CPU)
-    assert watch.nbytes == scales.nbytes
+    assert watch.nbytes == 0
+    storage = StorageWeakRef(scales.untyped_storage())
+    del scales
+    assert storage.expired()
