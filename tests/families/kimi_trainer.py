@@ -1,4 +1,4 @@
-"""Kimi-K2.5 on two ranks of Megatron, whose weights go into engines with its experts in INT4, by Megatron-Bridge's rule."""
+"""Kimi-K2 or Kimi-K2.5 on two ranks of Megatron, whose weights go into engines with its experts in INT4, by Megatron-Bridge's rule."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlrefit.integration.session import RefitSession
 
 RANKS = 2
+# Of Bridge.
+SCALE_RULE = "amax/7"
 
 
 def train(rank: int, meeting: str, checkpoint: str, exports: Sequence[str]) -> dict[str, str]:
@@ -56,8 +58,8 @@ def _write(like: Path, folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
     shutil.copytree(like, folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    # Bridge has made the codes, and this writes what tells engines of them.
-    quantize_experts(folder)
+    # Of Kimi-K2.5 Bridge has made the codes by this rule, and this writes what tells engines of them.
+    quantize_experts(folder, SCALE_RULE)
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def met(meeting: str, rank: int, side: Any) -> Iterator[RefitSession]:
     from rlrefit.integration.control import Rendezvous
     from rlrefit.integration.session import RefitSession
 
-    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale="amax/7")
+    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=SCALE_RULE)
     session = RefitSession.open(Rendezvous.from_json(meeting), rank, lambda: side, config, engine="nccl_xfer")
     try:
         yield session
