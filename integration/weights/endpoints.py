@@ -262,6 +262,29 @@ class HoldsQuantized(Protocol):
         """
 
 
+@runtime_checkable
+class TellsFormats(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` if its model may be trained quantized, or if it sends codes itself."""
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        """Weights, of all ranks, that training computes with as a format has them, each with the format."""
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        """Weights that this source sends in a format, each with the format."""
+
+
+def trained_formats(source: object) -> Mapping[str, Format]:
+    """As the source says; of nothing where it does not say. For a source over another one."""
+    return source.trained_formats if isinstance(source, TellsFormats) else {}
+
+
+def sent_formats(source: object) -> Mapping[str, Format]:
+    """As :func:`trained_formats`."""
+    return source.sent_formats if isinstance(source, TellsFormats) else {}
+
+
 def rank_device() -> torch.device:
     """This process's GPU, or the CPU where there is none: where a trainer rank's parameters live."""
     if torch.cuda.is_available():

@@ -14,7 +14,14 @@ from ..quantize import blocks, nvfp4
 from ..quantize.formats import Codes, Format, Scales, WholeBlocks, code_shape, part_head, wire_names
 from ..quantize.nvfp4_checkpoint import packed_names
 from ..quantize.partial_blocks import PartialCodes
-from .endpoints import HoldsQuantized, WeightSource, gives_memory_back, prepares_alone
+from .endpoints import (
+    HoldsQuantized,
+    WeightSource,
+    gives_memory_back,
+    prepares_alone,
+    sent_formats,
+    trained_formats,
+)
 from .manifest import TensorSpec, dtype_name
 
 # In the reason of a weight that takes the misc path for it.
@@ -182,6 +189,14 @@ class QuantizingSource:
     @property
     def prepares_alone(self) -> bool:
         return prepares_alone(self._source)
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        return trained_formats(self._source)
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return {**sent_formats(self._source), **self._formats}
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, told = self._source.fragments()

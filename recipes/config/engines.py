@@ -192,7 +192,7 @@ _REFUSED = {
     "speculative_adaptive": "drafts more tokens than the recipe leaves room for in a context",
     "enable_lora": "keeps adapters beside the weights, and refits bring none to SGLang",
     "preferred_sampling_params": "would sample from another distribution than the trainer computes",
-    "trust_remote_code": "would run code that comes with a checkpoint",
+    "trust_remote_code": "is model.trust_remote_code, for trainer and engine",
 }
 _KV_SCALES = "policy.refit.kv_scales"
 # Attention backends of SGLang that read scales everywhere (workers/engines/sglang/kv_scales.py).

@@ -22,6 +22,7 @@ from .machine import (
 from .model import (
     catalog_model,
     catalog_violations,
+    code_violations,
     local_hf_config,
     packed_experts_violations,
     shape_violations,
@@ -127,6 +128,7 @@ def _model_checks(config: TrainConfig) -> list[Violation]:
         *shape_violations(config, keys),
         *(catalog_violations(config, hf_config) if hf_config is not None else ()),
         *(packed_experts_violations(config, keys, _NO_GPU) if _on_cpus(config) else ()),
+        *code_violations(config, keys),
     ]
 
 

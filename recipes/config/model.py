@@ -53,6 +53,22 @@ def local_hf_config(path: str) -> Mapping[str, Any] | None:
     return loaded
 
 
+def code_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
+    """A checkpoint that brings the class of its configuration, since transformers has none, and whose code is not to be run."""
+    brought = hf_config.get("auto_map") or {}
+    if config.model.trust_remote_code or "AutoConfig" not in brought:
+        return
+    from transformers import CONFIG_MAPPING  # which takes a second to import
+
+    kind = hf_config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        yield Violation(
+            ("model.trust_remote_code", "model.path"),
+            f"model.trust_remote_code: false, but transformers has no model of type {kind}, and {config.model.path} brings code for it "
+            f"({brought['AutoConfig']}); read that code, and give true to run it in trainer and engine, or another model",
+        )
+
+
 def quantization_of(hf_config: Mapping[str, Any]) -> Any:
     """What config.json says of a checkpoint that is quantized; falsy of others."""
     text = hf_config.get("text_config", hf_config)

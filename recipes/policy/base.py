@@ -71,6 +71,7 @@ class PolicyConfig:
         seed: of the random states.
         max_skipped_steps: steps in a row that may be left out as their gradient is not finite.
         qat: linear layers compute in four bits; None computes with the weights as they are.
+        trust_remote_code: run the code that the checkpoint brings.
 
     Raises:
         ValueError: lists all that is wrong.
@@ -86,6 +87,7 @@ class PolicyConfig:
     seed: int = 0
     max_skipped_steps: int = 3
     qat: QATConfig | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if found := self.violations():

@@ -99,6 +99,7 @@ class FSDPPolicy(Policy):
             cpu_offload=config.cpu_offload,
             recompute=config.recompute,
             lora=lora,
+            trust_remote_code=config.trust_remote_code,
         )
 
     def compute_reference_logprobs(self, batch: PolicyBatch) -> Tensor:

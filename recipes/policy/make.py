@@ -142,6 +142,7 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
         "seed": config.seed,
         "max_skipped_steps": adam.max_skipped_steps,
         "qat": _qat(config),
+        "trust_remote_code": config.model.trust_remote_code,
     }
     return _fsdp(config, common) if trainer.backend == "fsdp" else _megatron(config, common)
 

@@ -171,6 +171,7 @@ class MegatronPolicy(Policy):
             fp8_param=self.config.fp8_param and trained,
             lora=self.config.lora,
             mtp_loss_scaling_factor=self.config.mtp_loss_scaling_factor if trained else 0.0,
+            trust_remote_code=self.config.trust_remote_code,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:

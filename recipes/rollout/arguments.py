@@ -38,6 +38,8 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         # The log-probabilities of what was sampled, temperature applied, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
     }
+    if config.model.trust_remote_code:
+        arguments["trust_remote_code"] = True
     if vllm.kv_cache_dtype != "auto":
         arguments["kv_cache_dtype"] = vllm.kv_cache_dtype
     if vllm.attention_backend is not None:
@@ -141,6 +143,8 @@ def sglang_arguments(
         "grammar_backend": "none",
         "log_level": "warning",
     }
+    if config.model.trust_remote_code:
+        arguments["trust_remote_code"] = True
     for name in ("max_running_requests", "mem_fraction_static", "attention_backend"):
         if (value := getattr(sglang, name)) is not None:
             arguments[name] = value

@@ -30,10 +30,13 @@ class TransformersActor(RankActor, SleepCalls):
         fp8: bool,
         stop_token_ids: Sequence[int],
         pad_token_id: int,
+        trust_remote_code: bool,
     ) -> None:
         from ...workers.engines.transformers.engine import TransformersEngine
 
-        self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size, fp8=fp8)
+        self._engine = TransformersEngine(
+            model_path, getattr(torch, dtype), tp_size, fp8=fp8, trust_remote_code=trust_remote_code
+        )
         self._sleeper: TransformersSleeper | None = None
         self._special = {"stop_token_ids": stop_token_ids, "pad_token_id": pad_token_id}
 
@@ -80,7 +83,10 @@ class TransformersRollouts(RolloutGroup):
         )
         self._model_path = model_path
         fp8 = config.generation.weight_dtype == "fp8"
-        self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, stop_token_ids, pad_token_id)
+        self._build_arguments = (
+            *(model_path, config.model.dtype, self._tp, fp8, stop_token_ids, pad_token_id),
+            config.model.trust_remote_code,
+        )
 
     def start(self) -> None:
         self._group.require_model(self._model_path)

@@ -51,17 +51,22 @@ class RunInputs:
             folder = checkpoint_folder(model_path, weights=False)
         except CheckpointUnreachable as error:
             raise ConfigError(config.name, [f"model.path: {error}"]) from error
+        trust = config.model.trust_remote_code
         try:
             # Said, and not left out: transformers would ask at the terminal.
-            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
             ending = ending_tokens(folder)
         except (ValueError, OSError, StrictDataclassError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
+            code = (
+                "Code that comes with it was run"
+                if trust
+                else "Code that comes with a checkpoint is not run without model.trust_remote_code"
+            )
             unreadable = (
-                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {reason}. Code "
-                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself, "
-                "with its tokenizer's files"
+                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {reason}. {code}; "
+                "give a model that transformers has itself, with its tokenizer's files, or such code"
             )
             raise ConfigError(config.name, [unreadable]) from error
         # What transformers makes of a folder that has none of the tokenizer's files.
@@ -85,7 +90,7 @@ class RunInputs:
                 return None
 
         if not is_hub_name(model_path):
-            read("model.path", check_checkpoint, folder)
+            read("model.path", check_checkpoint, folder, trust)
         prompts = [
             read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
             for part, keys in (("train", data), ("validation", held_out(data)))

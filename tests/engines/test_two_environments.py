@@ -49,8 +49,10 @@ def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[st
 
 
 @pytest.mark.skipif(not OF_VLLM, reason="recipes run SGLang in tests/sglang")
-def test_a_recipe_has_its_engine_in_an_environment_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("trainer=fsdp", "policy.qat=w4a4")], ids=["", "w4a4"])
+def test_a_recipe_has_its_engine_in_an_environment_of_its_own(tmp_path: Path, more: tuple[str, ...]) -> None:
     overrides = (
+        *more,
         "name=two",
         f"run_root={tmp_path}",
         "algorithm.steps=2",

@@ -76,6 +76,26 @@ _SHARED_KEYS: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "layer_types": ["full_attention"] * 4,
 }
+# As the 31B, as E2B and E4B, and as 26B-A4B.
+_GEMMA4_KINDS: dict[str, dict[str, Any]] = {
+    "gemma4": _GEMMA4,
+    "gemma4-shared": {**_GEMMA4, **_SHARED_KEYS},
+    "gemma4-moe": {**_GEMMA4, **_EXPERTS, "enable_moe_block": True, "top_k_experts": 2},
+}
+# Beside the language model's keys, those of an image encoder.
+_GEMMA4_VISION: dict[str, Any] = {
+    "model_type": "gemma4",
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    },
+}
 # GLM-4.5's; its attention is none of latent vectors.
 _GLM: dict[str, Any] = {
     "moe_intermediate_size": 16,
@@ -279,10 +299,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
-    # As the 31B, as E2B and E4B, and as 26B-A4B.
-    "gemma4": _GEMMA4,
-    "gemma4-shared": {**_GEMMA4, **_SHARED_KEYS},
-    "gemma4-moe": {**_GEMMA4, **_EXPERTS, "enable_moe_block": True, "top_k_experts": 2},
+    **_GEMMA4_KINDS,
+    # As they are published.
+    **{f"{kind}-vl": {**keys, **_GEMMA4_VISION} for kind, keys in _GEMMA4_KINDS.items()},
 }
 
 
@@ -586,8 +605,9 @@ def _with_unused_keys(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[
         name.replace("layers.0.", f"layers.{layer}."): tensor.clone()
         for layer in range(first, keys["num_hidden_layers"])
         for name, tensor in tensors.items()
-        if name.startswith("model.layers.0.self_attn.")
+        if "layers.0.self_attn." in name
         and name.split(".")[-2] in ("k_proj", "v_proj", "k_norm")
+        and not name.startswith("model.vision_tower.")
     }
     return tensors | unused
 
@@ -600,7 +620,7 @@ _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str,
     "gemma3-vl": lambda tensors, keys: {
         k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in tensors.items()
     },
-    "gemma4-shared": _with_unused_keys,
+    **dict.fromkeys(("gemma4-shared", "gemma4-shared-vl"), _with_unused_keys),
     "nemotron_h": _as_nemotron,
     "nemotron_h-latent": _as_nemotron,
     "qwen3-tied-twice": lambda tensors, keys: (

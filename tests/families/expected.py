@@ -17,6 +17,7 @@ _COPY = "made of {}.weight by Bridge's export, and no part of {}.weight"
 _GATE = ("mlp.gate.weight", _ROUTER)
 _SCALAR = ("layer_scalar", "buffer: exported as Bridge converts it")
 _GEMMA4 = ("gemma4", "gemma4-shared", "gemma4-moe")
+_GEMMA4_VL = tuple(f"{kind}-vl" for kind in _GEMMA4)
 
 # Parts of weights' names, with ``*`` for whatever stands there, each with the reason.
 Parts = tuple[tuple[str, str], ...]
@@ -50,8 +51,8 @@ MISC: dict[str, Parts] = {
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-stacked": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_vl_moe": (_GATE,),
-    **dict.fromkeys(("gemma4", "gemma4-shared"), (_SCALAR,)),
-    "gemma4-moe": (_SCALAR, (".router.", _ROUTER)),
+    **dict.fromkeys(("gemma4", "gemma4-shared", "gemma4-vl", "gemma4-shared-vl"), (_SCALAR,)),
+    **dict.fromkeys(("gemma4-moe", "gemma4-moe-vl"), (_SCALAR, (".router.", _ROUTER))),
     "qwen3_5_text": (("linear_attn.norm.weight", _ZERO_CENTRED),),
     "qwen3_5": (("linear_attn.norm.weight", _ZERO_CENTRED),),
     "qwen3_5_moe-vl": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
@@ -60,7 +61,8 @@ MISC: dict[str, Parts] = {
 
 # What a checkpoint of two layers has of one that takes keys and values of the other; transformers and vLLM 0.32 have no module for it.
 UNREAD = {
-    "gemma4-shared": {f"model.layers.1.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+    family: {f"{model}layers.1.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+    for family, model in (("gemma4-shared", "model."), ("gemma4-shared-vl", "model.language_model."))
 }
 
 
@@ -113,7 +115,7 @@ VLLM = Engine(
         "qwen3_5_moe-vl": _DELTA_NET,
         "qwen2_5_vl": (),
         "gemma3-vl": (),
-        **dict.fromkeys(_GEMMA4, (("layer_scalar", "a buffer of vLLM's"),)),
+        **dict.fromkeys((*_GEMMA4, *_GEMMA4_VL), (("layer_scalar", "a buffer of vLLM's"),)),
     }
 )
 # What transformers and SGLang take in place, all of it that trainers place.
@@ -139,7 +141,11 @@ _HYBRIDS = ("nemotron_h", "nemotron_h-latent")
 _COMPUTED = (("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),)
 TRANSFORMERS = Engine(dict.fromkeys((*_ALL_IN_BOTH, *_HYBRIDS, *_GEMMA4), ()))
 SGLANG = Engine(
-    {**dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2", "kimi_k25"), ()), **dict.fromkeys(_HYBRIDS, _COMPUTED)}
+    {
+        **dict.fromkeys((*_ALL_IN_BOTH, "bailing_moe_v2", "kimi_k25"), ()),
+        **dict.fromkeys(_HYBRIDS, _COMPUTED),
+        **dict.fromkeys(_GEMMA4_VL, (("layer_scalar", "a buffer of SGLang's"),)),
+    }
 )
 
 

@@ -1,4 +1,4 @@
-"""Kimi-K2.5 on two ranks of Megatron, whose weights go into engines with its experts in INT4, by Megatron-Bridge's rule."""
+"""Kimi-K2 or Kimi-K2.5 on two ranks of Megatron, whose weights go into engines with its experts in INT4, by Megatron-Bridge's rule."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from rlrefit.integration.session import RefitSession
 
 RANKS = 2
+# Of Bridge.
+SCALE_RULE = "amax/7"
 
 
 def check_refits(
-    folder: Path, checkpoint: str, serve: Callable[..., Any], case: object, **engines: Any
+    folder: Path,
+    checkpoint: str,
+    serve: Callable[..., Any],
+    case: object,
+    prefix: str = "language_model.",
+    bulk: int = 86,
+    **engines: Any,
 ) -> None:
     """Two refits leave what the engine loads of Bridge's own export, and all but the router goes shard to shard.
 
@@ -32,6 +40,8 @@ def check_refits(
         checkpoint: that Bridge is made from.
         serve: of an engine's rank, of ``(rank, meeting, case, exports)``: what :func:`served` returns.
         case: the engine's.
+        prefix: of the decoder's weights.
+        bulk: how many go shard to shard.
         engines: options of :func:`run_ranks` for the engine's ranks.
     """
     from rlrefit.integration.control import open_rendezvous
@@ -43,11 +53,9 @@ def check_refits(
         found = run_ranks(serve, RANKS, meeting, case, exports, timeout_s=PATIENT_S, **engines)
         refused = trainers.result()
     assert [wrong for wrong, _ in found] == [[[], []]] * RANKS
-    routers = {
-        f"language_model.model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")
-    }
+    routers = {f"{prefix}model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")}
     assert all(by_rank.keys() == routers for by_rank in refused)
-    assert found[0][1] == {"bulk": 86, "misc": 2, "unused": 0}
+    assert found[0][1] == {"bulk": bulk, "misc": 2, "unused": 0}
 
 
 def served(
@@ -116,8 +124,8 @@ def _write(like: Path, folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
     shutil.copytree(like, folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    # Bridge has made the codes, and this writes what tells engines of them.
-    quantize_experts(folder)
+    # Of Kimi-K2.5 Bridge has made the codes by this rule, and this writes what tells engines of them.
+    quantize_experts(folder, SCALE_RULE)
 
 
 @contextmanager
@@ -126,7 +134,7 @@ def met(meeting: str, rank: int, side: Any) -> Iterator[RefitSession]:
     from rlrefit.integration.control import Rendezvous
     from rlrefit.integration.session import RefitSession
 
-    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale="amax/7")
+    config = replace(CONFIG, trainer_quantize_fp8=False, trainer_quantize_int4=True, int4_scale=SCALE_RULE)
     session = RefitSession.open(Rendezvous.from_json(meeting), rank, lambda: side, config, engine="nccl_xfer")
     try:
         yield session

@@ -72,6 +72,7 @@ def _fsdp(case: Case) -> dict[str, Any]:
     qat = quantize_module(model, config()) if made is None else made
     source = FSDPSource(model, torch.bfloat16)
     report: dict[str, Any] = {"weights": qat.weights, "first": _sent(source, qat), "logits": []}
+    report["told"] = source.trained_formats == qat.formats
     for _ in range(2):
         with torch.no_grad():
             report["logits"].append(model(token_ids()).logits)
@@ -107,6 +108,7 @@ def _megatron(case: Case) -> dict[str, Any]:
             weigh_outputs(module)  # as those of the other one do
     source = MegatronSource(quantized.bridge, quantized.model)
     report: dict[str, Any] = {"weights": qat.weights, "first": _sent(source, qat)}
+    report["told"] = source.trained_formats == qat.formats
     logits, gradients = zip(*map(_passes, (quantized.model[0], plain.model[0])), strict=True)
     report["logits equal"] = torch.equal(*logits)
     report["other gradients"] = [

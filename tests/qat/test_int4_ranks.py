@@ -74,6 +74,7 @@ def test_ranks_send_slices_of_the_codes_of_whole_weights_before_and_after_a_step
 ) -> None:
     original = read(trained.folder / LAYOUTS[layout][0])
     reports = trained.reports[layout]
+    assert all(report["told"] for report in reports)
     assert reports[0]["weights"] == {name for name, t in original.items() if _is_quantized(name, t)}
     for when, weights in (("first", original), ("second", reports[0]["trained"])):
         whole: dict[str, torch.Tensor] = {}

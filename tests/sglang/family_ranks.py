@@ -76,7 +76,7 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
 
     live = load_model(path_a)
     a, b = read_checkpoint(path_a), read_checkpoint(path_b)
-    as_a, as_b = state_of(live.model), state_of(load_model(path_b).model)
+    as_a, as_b = (state_of(_as_computing(model)) for model in (live.model, load_model(path_b).model))
     names = [name for name, _ in live.model.named_parameters()]
     places = {name: parameter.data_ptr() for name, parameter in live.model.named_parameters()}
     # A norm as Llama 4's of queries and keys, of which no checkpoint has anything.
@@ -119,6 +119,14 @@ def _one(path_a: str, path_b: str) -> FamilyResult:
         moved=[name for name, p in live.model.named_parameters() if places[name] != p.data_ptr()],
         refusals=_refusals(destination, live.model, specs),
     )
+
+
+def _as_computing(model: torch.nn.Module) -> torch.nn.Module:
+    """A model with what Gemma 4's routers make of their weights in the first forward pass, and keep."""
+    for module in model.modules():
+        if hasattr(module, "fuse_scale"):
+            module.fuse_scale()
+    return model
 
 
 def _refusals(

@@ -45,7 +45,9 @@ def _write_pairs(folder: Path, families: Sequence[str]) -> list[tuple[str, str]]
 def _refit(folder: Path, families: Sequence[str]) -> Results:
     # Not in this process: an engine of another test may have brought SGLang's own configurations into transformers, which are others.
     pairs = run_alone(_write_pairs, folder, families, environment={})
-    attention = ["triton" if family == "gpt_oss" else "torch_native" for family in families]
+    attention = [
+        "triton" if family.startswith(("gpt_oss", "gemma4")) else "torch_native" for family in families
+    ]
     found = {}
     for size in SIZES:
         by_rank = run_ranks(refit_families, size, size, pairs, attention, timeout_s=850)

@@ -24,6 +24,7 @@ from rlrefit.integration.quantize.formats import (
 from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit, merged
 from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from rlrefit.workers.trainers.qat.config import QATConfig
 from rlrefit.workers.trainers.qat.fsdp import quantize_module
 from tests.spawn import run_ranks
@@ -208,19 +209,21 @@ class _Trained(Holder):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["the source tells", "it is told"])
 @pytest.mark.parametrize("rule", INT4_SCALES)
 def test_an_engine_that_would_compute_with_other_weights_than_int4_training_does_is_refused_and_goes_on(
-    driven: Driven, rule: str
+    driven: Driven, rule: str, told: bool
 ) -> None:
     name, other = "linear.weight", next(found for found in INT4_SCALES if found != rule)
     model = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)})
     qat = quantize_module(model, QATConfig(activations=False, format=Int4(32, scale_rule=rule)))
-    source, worker, held = _Trained(model), driven.manager.worker, driven.manager.holder.held
+    training, worker, held = _Trained(model), driven.manager.worker, driven.manager.holder.held
+    source, telling = (training, {"qat": qat}) if told else (FSDPSource(model), {})
     held.clear()
     held |= {name: torch.zeros(8, 64, dtype=torch.bfloat16)}
 
     def sender(**keys: Any) -> SglangSender:
-        return SglangSender(source, driven.refit, "cpu", BUCKET_BYTES, qat=qat, **keys)
+        return SglangSender(source, driven.refit, "cpu", BUCKET_BYTES, **telling, **keys)
 
     def refused(**keys: Any) -> None:
         before = {held_name: tensor.clone() for held_name, tensor in held.items()}
@@ -242,15 +245,16 @@ def test_an_engine_that_would_compute_with_other_weights_than_int4_training_does
         held |= dict(zip(wire_names(name, Int4(group)), (codes, scales), strict=True))
         refused(trainer_quantize_int4=True, int4_scale=rule if group == 64 else other)
     for version, index in enumerate((1, 2)):
-        source.take_on(index)
+        training.take_on(index)
         driven.manager.holder.poison()
         sender(trainer_quantize_int4=True, int4_scale=rule).refit(version)
-        made = as_made(worker.blocks, rule)[name].encode(source.held[name])
+        made = as_made(worker.blocks, rule)[name].encode(training.held[name])
         assert all(torch.equal(found, wanted) for found, wanted in zip(held.values(), made, strict=True))
     asked = len(driven.manager.calls)
     refused(trainer_quantize_int4=True, int4_scale=other)
+    # Of a source that does not tell, nothing is known.
     SglangSender(
-        source, driven.refit, "cpu", BUCKET_BYTES, trainer_quantize_int4=True, int4_scale=other
+        training, driven.refit, "cpu", BUCKET_BYTES, trainer_quantize_int4=True, int4_scale=other
     ).refit(2)
 
 

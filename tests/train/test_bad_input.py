@@ -120,7 +120,7 @@ def _with_a_size_as_text(folder: Path) -> None:
         (_without_a_tokenizer, "has no tokenizer"),
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
         (_of_another_model, "mlp"),
-        (_with_code, "Code that comes with a checkpoint (trust_remote_code) is not run"),
+        (_with_code, "model.trust_remote_code"),
     ],
 )
 def test_a_checkpoint_that_can_not_be_trained_is_refused_before_anything_starts(

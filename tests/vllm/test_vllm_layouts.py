@@ -79,10 +79,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "gemma3-vl",
             "gemma4",
             "gemma4-shared",
+            "gemma4-vl",
+            "gemma4-shared-vl",
         )
     },
     **dict.fromkeys(
-        ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked", "qwen3_5_moe-vl", "gemma4-moe"),
+        (
+            *("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked", "qwen3_5_moe-vl"),
+            *("gemma4-moe", "gemma4-moe-vl"),
+        ),
         _EXPERTS,
     ),
     "bailing_moe_v2": {"use_rmsnorm": True, **_EXPERTS},

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
 # Where it is not there, weights take another way, or a pause takes longer.
 IF_THERE = (
     *compat.CPU_LINEAR,
+    *compat.CPU_NVFP4,
     *compat.CPU_EXPERTS,
     *compat.MARLIN_NVFP4,
     *compat.MTP_SWITCH,
@@ -65,6 +66,7 @@ def test_every_import_from_vllm_is_listed():
 def test_the_installed_vllm_has_all_that_any_feature_uses():
     require_supported_vllm(REQUIRED)
     assert compat.has(compat.CPU_LINEAR)
+    assert compat.has(compat.CPU_NVFP4)
     assert compat.has(compat.CPU_EXPERTS) != PACKS_EXPERTS
 
 

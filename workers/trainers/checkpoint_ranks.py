@@ -18,7 +18,9 @@ class Layout(Protocol):
         """What is impossible with so many ranks, one sentence each."""
 
 
-def check_on_all_ranks(model_path: str | Path, layout: Layout, weights: bool = True) -> tuple[Path, Any]:
+def check_on_all_ranks(
+    model_path: str | Path, layout: Layout, weights: bool = True, trust_remote_code: bool = False
+) -> tuple[Path, Any]:
     """The checkpoint's folder and, if it is to be loaded, its config; a collective.
 
     If any rank finds fault with its files, or can't fetch them, all raise, so that none waits.
@@ -38,7 +40,7 @@ def check_on_all_ranks(model_path: str | Path, layout: Layout, weights: bool = T
     folder, config, fault = Path(model_path), None, ""
     try:
         folder = checkpoint_folder(model_path, weights=weights)
-        config = check_checkpoint(folder) if weights else None
+        config = check_checkpoint(folder, trust_remote_code) if weights else None
     except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
         fault = str(error)
     faults: list[str] = [""] * dist.get_world_size()

@@ -16,6 +16,8 @@ from ...integration.weights.endpoints import (
     gives_memory_back,
     prepare_ahead,
     prepares_alone,
+    sent_formats,
+    trained_formats,
     writes_by,
 )
 from ...integration.weights.manifest import TensorSpec
@@ -94,6 +96,14 @@ class DraftedSource:
     @property
     def prepares_alone(self) -> bool:
         return prepares_alone(self.policy) and prepares_alone(self._drafter)
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        return trained_formats(self.policy)
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return sent_formats(self.policy)
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of those of the two that count."""

@@ -22,10 +22,12 @@ from ....integration.errors import PeerLost, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format
 from ....integration.records.clock import StageClock
 from ....integration.records.record import RefitRecord
-from ....integration.weights.endpoints import WeightSource
+from ....integration.weights.endpoints import WeightSource, sent_formats, trained_formats
 from ....integration.weights.manifest import TensorSpec, dtype_name
 from ....integration.weights.quantizing import QuantizingSource
 from ....integration.weights.scale_watch import ScaleWatch
+from ...trainers.qat.config import require_as_trained
+from ...trainers.qat.model import QAT
 from .answers import answer, failure, raise_refit_errors
 
 
@@ -72,6 +74,10 @@ class BucketSender(ABC):
         bucket_bytes: of the copies that are held at a time. Weights that have to travel together may be larger and get
             a bucket of their own. A model that takes all weights at once gets a single bucket.
         group: of all trainer ranks, on host memory (gloo), with the timeout that bounds each wait; None for one rank.
+        qat: of a trainer that trains in INT4, whose ``source`` does not tell it (:class:`~rlrefit.integration.weights.endpoints.TellsFormats`). Those of FSDP2 and of
+            Megatron tell what their model is trained in, so that it need not be given; a source of your own does not.
+
+    Engines that would compute with other weights than training does are a ``RefitMismatch`` at each refit, before they begin.
 
     Raises:
         RefitError: the engines' driver was given on another rank than the leader, or not on the leader.
@@ -87,8 +93,11 @@ class BucketSender(ABC):
         device: str,
         bucket_bytes: int,
         group: dist.ProcessGroup | None = None,
+        qat: QAT | None = None,
     ) -> None:
         self._source = source
+        # A source of one's own packs NVFP4 itself, and nothing tells that it does.
+        self._qat = None if qat is None or qat.config.format.has_global_scale else qat
         self._engines = engines
         self._device = device
         self._bucket_bytes = bucket_bytes
@@ -114,7 +123,21 @@ class BucketSender(ABC):
         """A bucket's payload as the workers take it. The weights, and ``_flattened``, are kept until they have answered."""
 
     def _begun(self, engines: Any, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format] | None:
+        self._require_sent_as_trained()
         return engines.begin(version, specs)
+
+    def _trained(self) -> Mapping[str, Format]:
+        """Weights that are trained quantized, with the formats."""
+        return trained_formats(self._source) if self._qat is None else self._qat.formats
+
+    def _require_sent_as_trained(self) -> None:
+        """Check what the source itself sends quantized.
+
+        Raises:
+            RefitMismatch: training computes with other weights than the engines would.
+        """
+        if trained := self._trained():
+            require_as_trained(sent_formats(self._source), trained, self._rank)
 
     def refit(self, version: int) -> RefitRecord:
         """Send all weights and have the engines serve them as ``version``. A collective of all trainer ranks.

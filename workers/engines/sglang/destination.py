@@ -51,6 +51,8 @@ _MADE_ONCE = {
 }
 # A buffer of GLM-4.5's routers, which SGLang 0.5.17 fills with their first weights and never renews.
 _ROUTER_COPY = "_weight_fp32"
+# What SGLang 0.5.17 gives Gemma 4's routers to fold their scale into a norm, which they do as they first compute and never again.
+_FOLD_SCALE = "fuse_scale"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class SglangRoutes(PackedRoutes):
         as_promised: those of them that get nothing but what the trainer was asked for.
         scaled: attention layers whose scales of the KV cache are parameters.
         copying: routers that compute with an FP32 copy of their weights, once a forward pass has made it.
+        folding: routers that compute with their scale in a norm, once a forward pass has folded it.
         weightless: norms that multiply by ones, which are no parameter, so that a sleep discards them.
         wider: those tensors that are written in place of which a parameter has a wider dtype.
         again: tensors that SGLang's loader is given once more from where they landed, with that parameter.
@@ -76,6 +79,7 @@ class SglangRoutes(PackedRoutes):
     as_promised: frozenset[str]
     scaled: tuple[str, ...]
     copying: tuple[str, ...]
+    folding: tuple[str, ...]
     weightless: tuple[str, ...]
     wider: dict[str, tuple[Landing, ...]]
     again: dict[str, str]
@@ -249,6 +253,7 @@ class SglangDestination(PackedDestination[SglangRoutes, SglangLayout, HoldsCodes
             as_promised=traced.promised,
             scaled=tuple(loaded_scales(self._model)),
             copying=tuple(name for name, m in self._model.named_modules() if _ROUTER_COPY in m._buffers),
+            folding=tuple(name for name, m in self._model.named_modules() if hasattr(m, _FOLD_SCALE)),
             weightless=tuple(name for name, m in self._model.named_modules() if _multiplies_by_ones(m)),
             wider={name: found for name, found in shared.landings.items() if name in traced.trace.wider},
             again={
@@ -289,6 +294,10 @@ class SglangDestination(PackedDestination[SglangRoutes, SglangLayout, HoldsCodes
                 # In place, since graphs read it there.
                 if (copy := router._buffers[_ROUTER_COPY]) is not None:
                     copy.copy_(router.weight)
+            for router in (modules[name] for name in routes.folding):
+                # In place too. One that has not computed does it itself.
+                if router._scale_fused:
+                    router.fuse_scale()
             # What a model derives from its weights (latent attention's absorbed projections).
             if hasattr(self._model, "post_load_weights"):
                 with made_in_place(self._model):

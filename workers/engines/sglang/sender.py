@@ -43,8 +43,7 @@ class SglangSender(BucketSender):
             engine holds in FP8 blocks. An engine that holds none is a ``RefitMismatch``.
         trainer_quantize_int4: the same of INT4.
         int4_scale: as ``policy.refit.int4_scale``.
-        qat: of a trainer that trains in INT4. Engines that would compute with other weights than it does are a ``RefitMismatch``. What
-            is trained in NVFP4 comes packed from ``source``, and is not compared.
+        qat: as :class:`BucketSender`'s.
 
     Raises:
         ValueError: both keys are given, or no such rule.
@@ -64,13 +63,12 @@ class SglangSender(BucketSender):
         int4_scale: str = RefitConfig.int4_scale,
         qat: QAT | None = None,
     ) -> None:
-        super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
+        super().__init__(source, engines, device, bucket_bytes // _COPIES, group, qat)
         self._config = RefitConfig(
             trainer_quantize_fp8=trainer_quantize_fp8,
             trainer_quantize_int4=trainer_quantize_int4,
             int4_scale=int4_scale,
         )
-        self._trained = None if qat is None or qat.config.format.has_global_scale else qat.formats
         self._mode: PauseMode = "wait"
 
     def refit(self, version: int, mode: PauseMode = "wait") -> RefitRecord:
@@ -89,7 +87,13 @@ class SglangSender(BucketSender):
         return name.removesuffix(Fp8Blockwise.scale_name_end)
 
     def _begun(self, engines: SglangRefit, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format]:
-        return engines.begin(version, specs, self._mode, self._config, self._trained)
+        trained = None
+        if self._config.quantized_in_transit:
+            # What is made in transit the engine alone can tell.
+            trained = self._trained() or None
+        else:
+            self._require_sent_as_trained()
+        return engines.begin(version, specs, self._mode, self._config, trained)
 
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

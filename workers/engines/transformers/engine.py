@@ -24,9 +24,18 @@ class TransformersEngine(DestinationRefitMixin):
         dtype: dtype of the weights.
         tp_size: tensor-parallel ranks; above 1, ``torch.distributed`` is initialised with this many.
         fp8: hold the decoder layers' matrices in FP8 blocks: :class:`~.destination.TransformersFp8Destination`.
+        trust_remote_code: run the code that the checkpoint brings.
     """
 
-    def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1, *, fp8: bool = False):
+    def __init__(
+        self,
+        model_path: str,
+        dtype: torch.dtype,
+        tp_size: int = 1,
+        *,
+        fp8: bool = False,
+        trust_remote_code: bool = False,
+    ):
         from transformers import GenerationConfig
 
         self._fp8 = fp8
@@ -36,11 +45,14 @@ class TransformersEngine(DestinationRefitMixin):
         device = rank_device()
         if tp_size > 1:
             mesh = dist.device_mesh.init_device_mesh(device.type, (tp_size,))
-            model = _model_class(model_path).from_pretrained(
-                model_path, dtype=dtype, tp_plan="auto", device_mesh=mesh
-            )
+            spread: dict[str, Any] = {"tp_plan": "auto", "device_mesh": mesh}
         else:
-            model = _model_class(model_path).from_pretrained(model_path, dtype=dtype).to(device)
+            spread = {}
+        model = _model_class(model_path, trust_remote_code).from_pretrained(
+            model_path, dtype=dtype, trust_remote_code=trust_remote_code, **spread
+        )
+        if tp_size == 1:
+            model = model.to(device)
         # The checkpoint's own sampling defaults (repetition penalty, min_p, …) would change the distribution
         # behind the log-probabilities that are reported.
         model.generation_config = GenerationConfig()
@@ -106,7 +118,7 @@ class TransformersEngine(DestinationRefitMixin):
         return [_completion(t, p, stop_token_ids, self.refit_state.version) for t, p in rows]
 
 
-def _model_class(model_path: str) -> Any:
+def _model_class(model_path: str, trust_remote_code: bool) -> Any:
     """The automatic class that makes the model: of images too if the checkpoint is of such a class, or there is no other."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -116,7 +128,7 @@ def _model_class(model_path: str) -> Any:
         AutoModelForImageTextToText,
     )
 
-    config = AutoConfig.from_pretrained(model_path)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     kind = type(config)
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM

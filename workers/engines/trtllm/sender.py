@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ....integration.quantize.nvfp4_checkpoint import fused_module
 from ....integration.weights.endpoints import WeightSource
+from ...trainers.qat.model import QAT
 from ..common.bucket_sender import BucketSender, Engines
 from .payload import Reduce, cuda_handle, encode
 
@@ -37,6 +38,7 @@ class TrtllmSender(BucketSender):
         bucket_bytes: as :class:`BucketSender`'s.
         group: as :class:`BucketSender`'s.
         reduce: makes handles.
+        qat: as :class:`BucketSender`'s.
     """
 
     _engine_name = "trtllm"
@@ -50,8 +52,9 @@ class TrtllmSender(BucketSender):
         bucket_bytes: int,
         group: dist.ProcessGroup | None = None,
         reduce: Reduce = cuda_handle,
+        qat: QAT | None = None,
     ) -> None:
-        super().__init__(source, engines, device, bucket_bytes, group)
+        super().__init__(source, engines, device, bucket_bytes, group, qat)
         self._reduce = reduce
 
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:

@@ -121,6 +121,16 @@ CPU_EXPERTS = (
     Needed(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
     Needed(f"{_LAYERS}.activation", "SiluAndMul.forward_native"),
 )
+CPU_NVFP4 = (
+    Needed("vllm.platforms", "PlatformEnum.CPU"),
+    Needed("vllm.model_executor.kernels.linear", "_POSSIBLE_NVFP4_KERNELS"),
+    Needed("vllm.model_executor.kernels.linear", "EmulationNvFp4LinearKernel"),
+    Needed(
+        "vllm.model_executor.kernels.linear",
+        "register_linear_kernel",
+        ("kernel_class", "platform", "kernel_type"),
+    ),
+)
 # Checkpoints in FP8.
 FP8 = (
     Needed(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.process_weights_after_loading", ("layer",)),

@@ -15,6 +15,7 @@ what is changed                                 why                             
 ``Worker.load_model``                           weights are guarded from the moment they are loaded      worker [2]_
 ``_custom_ops._supports_onednn`` (CPU)          packed weights have no bytes that can be written         worker
 ``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU) [4]_    the fallback of experts fails outside of construction    worker
+``linear._POSSIBLE_NVFP4_KERNELS`` (CPU) [7]_   it names none for CPUs, where the emulation computes     worker
 ``Worker``'s four weight-transfer calls         they go to rlrefit's engine                              backend [3]_
 =============================================== ======================================================== ===================
 
@@ -24,6 +25,7 @@ what is changed                                 why                             
 .. [4] Of a vLLM that has it; later ones pack all experts on CPUs, which take the misc path.
 .. [5] Of a vLLM that loses it; later ones count the tokens in flight.
 .. [6] As a process makes the core, or the client, of an engine that has our backend or a worker extension.
+.. [7] 0.21 takes the emulation by its environment, too; later ones by nothing.
 
 :mod:`.guard` wraps a worker's ``sleep``, ``wake_up``, ``reload_weights`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
 patches nothing: it starts a thread.
@@ -51,6 +53,7 @@ from ..common.answers import REFIT_ERROR, answer, told
 from .compat import (
     CPU_EXPERTS,
     CPU_LINEAR,
+    CPU_NVFP4,
     FIRST,
     LAST,
     PAUSING,
@@ -498,6 +501,7 @@ def prepare_worker_process() -> None:
     end_with_parents()
     if current_platform.is_cpu():
         _keep_plain_layouts()
+        _emulate_nvfp4()
 
 
 def guard_loaded_models(worker_class: type[Any]) -> None:
@@ -555,6 +559,20 @@ def _keep_plain_layouts() -> None:
         "CPU platform: linear weights keep their plain layout (no oneDNN packing), so that a refit can write "
         "into them"
     )
+
+
+def _emulate_nvfp4() -> None:
+    """Have layers in NVFP4 computed by vLLM's own emulation on the CPU platform, for which later releases name no kernel.
+
+    A layer would find none, and the engine end as it starts. The emulation computes on CPUs by operations of torch.
+    """
+    if not has(CPU_NVFP4):
+        return
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    if not linear._POSSIBLE_NVFP4_KERNELS.get(PlatformEnum.CPU):
+        linear.register_linear_kernel(linear.EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
 
 
 def hand_over_weight_transfer(

@@ -65,6 +65,7 @@ def build_fsdp(
     cpu_offload: bool = False,
     recompute: bool = False,
     lora: Any = None,
+    trust_remote_code: bool = False,
 ) -> FSDPModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -86,6 +87,7 @@ def build_fsdp(
         recompute: compute every layer's activations again in the backward pass.
         lora: peft's ``LoraConfig``: its factors alone are trained, and their shards are float32, whatever ``keep_dtype`` is. Rank 0
             draws them from torch's generator.
+        trust_remote_code: run the code that the checkpoint brings.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -97,7 +99,7 @@ def build_fsdp(
         raise ValueError(
             "transformers has no tensor-parallel plan for LoRA's factors; give tensor_parallel 1"
         )
-    folder, config = check_on_all_ranks(model_path, layout)
+    folder, config = check_on_all_ranks(model_path, layout, trust_remote_code=trust_remote_code)
     _set_for_reinforcement_learning(config)
     device = rank_device()
     shards = dist.get_world_size() // (layout.replicate * layout.tensor_parallel)
@@ -106,7 +108,7 @@ def build_fsdp(
         (layout.replicate, shards, layout.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tp"),
     )
-    model, cut, loaded = _unsharded(folder, config, keep_dtype, mesh)
+    model, cut, loaded = _unsharded(folder, config, keep_dtype, mesh, trust_remote_code)
     if lora is not None:
         for each in (model, loaded) if loaded is not None else (model,):
             _add_factors(each, lora)
@@ -138,7 +140,7 @@ def build_fsdp(
 
 
 def _unsharded(
-    folder: Path, config: Any, dtype: torch.dtype, mesh: DeviceMesh
+    folder: Path, config: Any, dtype: torch.dtype, mesh: DeviceMesh, trust_remote_code: bool
 ) -> tuple[Any, frozenset[str], Any]:
     """The model before FSDP, the names of what TP has cut, and on rank 0 without TP the weights' model.
 
@@ -147,7 +149,7 @@ def _unsharded(
     from transformers import AutoModelForCausalLM
 
     # Said, and not left out: transformers would ask at the terminal.
-    common: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
+    common: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, **common)
     if mesh["tp"].size() == 1:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import add
 
 import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
+from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device
 from ....integration.weights.manifest import TensorSpec
+from ..trained import noted_formats
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
@@ -103,6 +105,15 @@ class FSDPSource:
     def prepares_alone(self) -> bool:
         """Unless factors of adapters have to be gathered; a subclass with a ``prepare`` of its own says so itself."""
         return self._adapters is None and type(self).prepare is FSDPSource.prepare
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        """As :attr:`rlrefit.integration.weights.endpoints.TellsFormats.trained_formats`, of a model that :mod:`..qat` quantizes."""
+        return noted_formats(self._model)
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return {}
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)

@@ -22,8 +22,10 @@ class CheckpointMismatch(ValueError):
     """The checkpoint folder can't be loaded as the model that its config describes. Nothing was loaded."""
 
 
-def expected_tensors(config: Any) -> dict[str, Size]:
+def expected_tensors(config: Any, trust_remote_code: bool = False) -> dict[str, Size] | None:
     """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
+
+    None if the checkpoint brings code of its configuration alone, which is trusted: then nobody knows the model's.
 
     The model is built on the meta device (no memory) and its packed experts are split into the tensors that
     checkpoints hold, by the conversion that transformers itself applies on saving.
@@ -31,18 +33,40 @@ def expected_tensors(config: Any) -> dict[str, Size]:
     Raises:
         ValueError: transformers knows no causal language model for the config.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    kind = _automatic_class(config, trust_remote_code)
+    if kind is None:
+        return None
     with device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config, trust_remote_code=trust_remote_code)
     tied = set(model.all_tied_weights_keys)
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
 
 
-def check_checkpoint(folder: str | Path) -> Any:
+def _automatic_class(config: Any, trust_remote_code: bool) -> Any:
+    """What of transformers makes the model, by the code that the checkpoint brings if that is trusted; None if it brings none."""
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if not trust_remote_code or config.model_type in CONFIG_MAPPING:
+        return AutoModelForCausalLM
+    brought = getattr(config, "auto_map", None) or {}
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+    return next((kind for kind in kinds if kind.__name__ in brought), None)
+
+
+def check_checkpoint(folder: str | Path, trust_remote_code: bool = False) -> Any:
     """Check a checkpoint folder against its own config.
+
+    Args:
+        folder: of the checkpoint.
+        trust_remote_code: run the code that it brings.
 
     Returns:
         The transformers config.
@@ -58,10 +82,10 @@ def check_checkpoint(folder: str | Path) -> Any:
         )
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     found, problems = _found_tensors(folder)
     if not problems:
-        problems = _compare(expected_tensors(config), found)
+        problems = _compare(expected_tensors(config, trust_remote_code) or {}, found)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointMismatch(

@@ -163,6 +163,7 @@ def build_megatron(
     fp8_param: bool = False,
     lora: Lora | None = None,
     mtp_loss_scaling_factor: float = 0.0,
+    trust_remote_code: bool = False,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -189,6 +190,7 @@ def build_megatron(
         mtp_loss_scaling_factor: above 0 the model has the checkpoint's layers for multi-token prediction (MTP), and training adds
             their loss with this weight, by Megatron's own rule. Their gradients end at these layers, so that the policy is
             trained as without them. 0 leaves them out: neither trained nor exported.
+        trust_remote_code: run the code that the checkpoint brings.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -197,10 +199,10 @@ def build_megatron(
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape, or has no weights for MTP layers that are
             asked for; the same on all ranks.
     """
-    folder, checked = check_on_all_ranks(model_path, layout, load_weights)
+    folder, checked = check_on_all_ranks(model_path, layout, load_weights, trust_remote_code)
 
     auto_bridge = ensure_megatron()
-    bridge = auto_bridge.from_hf_pretrained(str(folder))
+    bridge = auto_bridge.from_hf_pretrained(str(folder), trust_remote_code=trust_remote_code)
     provider = bridge.to_megatron_provider(load_weights=False)
     set_layout(provider, layout)
     set_precision(provider, dtype)

@@ -14,6 +14,7 @@ from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
+from ..trained import noted_formats
 from .adapters import Adapters, has_adapters, is_adapted
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export, names_of
 from .merging import MergedWeights
@@ -151,6 +152,15 @@ class MegatronSource:
         ``prepare`` of its own says so itself."""
         gathers = self._merged is not None or self._residence.delays_gathers
         return not gathers and type(self).prepare is MegatronSource.prepare
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        """As :attr:`rlrefit.integration.weights.endpoints.TellsFormats.trained_formats`, of a model that :mod:`..qat` quantizes."""
+        return noted_formats(self._model[0])
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return {}
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)

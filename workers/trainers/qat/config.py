@@ -132,8 +132,8 @@ def require_as_trained(held: Mapping[str, Format], trained: Mapping[str, Format]
         rank: of this trainer rank.
 
     Raises:
-        RefitMismatch: engines hold other weights in INT4 than those that are trained so, or in other groups, or get scales by another
-            rule; names the first such weight.
+        RefitMismatch: engines hold other weights quantized than those that are trained so, or otherwise (other groups, scales by another
+            rule); names the first such weight.
     """
     wrong = [name for name in sorted(held.keys() | trained.keys()) if held.get(name) != trained.get(name)]
     if not wrong:
@@ -144,7 +144,7 @@ def require_as_trained(held: Mapping[str, Format], trained: Mapping[str, Format]
         f"{len(wrong) - 1} more weights: the engine would generate by other weights than training "
         "computes with. Nothing was written. Start the engine with the same layers in the same groups, or train these so "
         "(exclude, first_layers, last_layers and format of QATConfig); make scales by one rule (int4_scale of RefitConfig or SglangSender, and "
-        "scale_rule of the format)",
+        "scale_rule of the format); send what is trained in NVFP4 from a PackedSource",
         stage="handshake",
         rank=rank,
         parameter=name,

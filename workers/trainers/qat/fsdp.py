@@ -20,6 +20,7 @@ from ..fsdp.checkpoint import (
     unwrapped_modules,
 )
 from ..fsdp.source import FSDPSource
+from ..trained import note_trained
 from .config import Linear, QATConfig, decoder_layers
 from .layers import quantize_experts, quantize_linear
 from .model import QAT
@@ -55,6 +56,7 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         elif _is_stack(module) and qat.weights.intersection(held["gate_up_proj"]):
             first, second = (_of_each_expert(weights[_joined(path, name)]) for name in _STACKS)
             quantize_experts(module, qat.stack_quantizer(first), qat.stack_quantizer(second))
+    note_trained(model, qat.formats)
     qat.watch(model)
     qat.watch_contents(model)
     return qat

@@ -13,6 +13,7 @@ from ..megatron.adapters import is_adapted
 from ..megatron.enumeration import conversion_tasks
 from ..megatron.rules import Refused, fragments_of_task
 from ..megatron.source import MegatronSource
+from ..trained import note_trained
 from .config import Linear, QATConfig, decoder_layers
 from .layers import EXPERTS, NORMED, PARALLEL, Quantizer, quantize_normed, quantize_parallel, weigh_outputs
 from .model import QAT
@@ -85,6 +86,7 @@ def quantize_chunks(
         if group_of_experts in quantized:
             weigh_outputs(group_of_experts)
     for chunk in model:
+        note_trained(chunk, qat.formats)
         qat.watch(chunk)
     return qat
 

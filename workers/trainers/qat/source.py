@@ -7,7 +7,7 @@ each refit. Only the scalars lie in memory beside the parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from ....integration.layout import Fragment
 from ....integration.quantize import blocks
-from ....integration.quantize.formats import Codes, Nvfp4, Scales, WholeBlocks
+from ....integration.quantize.formats import Codes, Format, Nvfp4, Scales, WholeBlocks
 from ....integration.quantize.jobs import GlobalScale
 from ....integration.quantize.nvfp4_checkpoint import packed_names
 from ....integration.weights.endpoints import (
@@ -24,6 +24,7 @@ from ....integration.weights.endpoints import (
     Writes,
     gives_memory_back,
     prepares_alone,
+    trained_formats,
     writes_by,
 )
 from ....integration.weights.manifest import TensorSpec
@@ -111,6 +112,14 @@ class PackedSource:
     def prepares_alone(self) -> bool:
         """As :attr:`rlrefit.integration.weights.endpoints.PreparesAlone.prepares_alone`: where no rank has scales to share with another."""
         return self._qat.alone and prepares_alone(self._source)
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        return trained_formats(self._source) or self._qat.formats
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return self._qat.formats
 
     def specs(self) -> list[TensorSpec]:
         return self._specs

@@ -1,0 +1,121 @@
+"""Checkpoints that bring code, in recipes: refused while it is not trusted, and trained where it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import dynamic_module_utils
+
+from rlrefit.recipes.config.load import ConfigError, load_config
+from rlrefit.recipes.rollout.arguments import sglang_arguments, vllm_arguments
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
+from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
+from tests.families.checkpoints import write_checkpoint
+
+from .own_code import write_with_code
+from .shared_cluster import on_shared_cluster
+from .test_fsdp_runs import Ran, run
+
+KEY = "model.trust_remote_code"
+
+
+def _train(folder: Path, ray_address: str, recipe: str, trainer: str, of_model: bool) -> Ran:
+    path = write_with_code(folder / "own_qwen3", of_model=of_model)
+    overrides = (f"model.path={path}", f"{KEY}=true", "algorithm.steps=2", "checkpoint.every=0")
+    return run(recipe, folder, ray_address, *overrides, trainer=trainer)
+
+
+@keeping_time
+def train_by_its_model(folder: Path) -> Ran:
+    """By the code of its model, in trainer and engine."""
+    return on_shared_cluster(_train, folder, "grpo_tiny", "fsdp", True)
+
+
+@of_all_tests
+@keeping_time
+def train_by_its_configuration(folder: Path) -> Ran:
+    """By Bridge's and vLLM's own models of its architecture, which need the class of its configuration alone."""
+    return on_shared_cluster(_train, folder, "grpo_tiny_vllm", "megatron", False)
+
+
+AHEAD = (train_by_its_model, train_by_its_configuration)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        train_by_its_model,
+        pytest.param(train_by_its_configuration, marks=pytest.mark.full),
+    ],
+)
+def test_a_recipe_trains_a_model_by_the_code_of_its_checkpoint(found_ahead: FoundAhead, train: Work) -> None:
+    rows = found_ahead.by(train).rows
+    assert [row["weights/version"] for row in rows] == [0, 1]
+    assert rows[-1]["refit/bytes_misc"] == 0
+    assert max(row["generation_kl"] for row in rows) < 1e-3
+
+
+def _violations(*overrides: str) -> list[str]:
+    try:
+        load_config("grpo_tiny", overrides)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def test_a_checkpoint_whose_code_is_not_trusted_is_refused_beside_all_else_that_is_wrong(
+    tmp_path: Path,
+) -> None:
+    path = f"model.path={write_with_code(tmp_path / 'own')}"
+    found = _violations(path, "trainer.ranks=3")
+    assert [text for text in found if text.startswith(KEY) and "configuration_own.OwnConfig" in text]
+    assert len(found) == len(_violations(path, f"{KEY}=true", "trainer.ranks=3")) + 1 > 1
+    assert _violations(path, f"{KEY}=true") == []
+
+
+def test_code_beside_a_class_of_transformers_own_is_not_asked_for(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "known")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "gone.Config"}}))
+    assert _violations(f"model.path={folder}") == []
+
+
+def test_engines_are_told_to_run_the_code_only_where_it_is_trusted(tmp_path: Path) -> None:
+    path = f"model.path={write_with_code(tmp_path / 'own')}"
+    trusting = load_config("grpo_tiny_vllm", [path, f"{KEY}=true", "model.dtype=bfloat16"])
+    plain = load_config("grpo_tiny_vllm", ["model.dtype=bfloat16"])
+    for config in (trusting, plain):
+        told = {"trust_remote_code": True} if config is trusting else {}
+        for arguments in (vllm_arguments(config), sglang_arguments(config, None, 0, 0)):
+            assert {key: value for key, value in arguments.items() if key in ("trust_remote_code",)} == told
+
+
+def test_a_checkpoint_is_checked_against_the_model_that_it_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = write_with_code(tmp_path / "own_checked")
+    assert check_checkpoint(folder, trust_remote_code=True).model_type == "own_qwen3"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointMismatch, match=r"layers\.0\.mlp\.up_proj"):
+        check_checkpoint(folder, trust_remote_code=True)
+
+
+def test_kimi_k25_which_brings_its_configuration_is_read_and_its_files_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = Path(write_checkpoint("kimi_k25", tmp_path / "kimi_k25_checked", short=True))
+    assert any(text.startswith(KEY) for text in _violations(f"model.path={folder}"))
+    assert check_checkpoint(folder, trust_remote_code=True).model_type == "kimi_k25"
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointMismatch, match=r"model\.safetensors"):
+        check_checkpoint(folder, trust_remote_code=True)
