@@ -55,7 +55,7 @@ test-engines: setup ## run the tests of engines with other releases of vLLM, on 
 	@for series in $(ENGINES); do requirements/setup.sh --vllm $$series || exit; done
 	@for series in $(ENGINES); do \
 		echo "vLLM $$series:"; \
-		.venv-vllm-$$series/bin/python -m pytest $(or $(ARGS),-k "not transformers and not sglang" tests/engines $(VLLM_TESTS)) || exit; \
+		.venv-vllm-$$series/bin/python -m pytest -m "" $(or $(ARGS),-k "not transformers and not sglang" tests/engines $(VLLM_TESTS)) || exit; \
 	done
 
 # Beside .venv, since verl imports from TRL, where it finds it, what TRL no longer has.

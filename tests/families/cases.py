@@ -128,7 +128,7 @@ CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for la
 # Each family, each of its mixtures in one layout that cuts experts, and each size and kind of a layout at least once.
 _COVERING: dict[str, tuple[Layout, ...]] = {
     "qwen2": (_UNEVEN,),
-    "qwen3": (_CUSTOM, _PP_DDP),
+    "qwen3": (_CUSTOM,),
     "qwen3-tied": (_TP2_PP2,),
     "llama": (_CP_PP,),
     "mistral": (_VPP,),
@@ -140,7 +140,7 @@ _COVERING: dict[str, tuple[Layout, ...]] = {
     "gemma4-vl": (_DDP,),
     "gemma4-shared-vl": (_TP4,),
     "gemma4-moe-vl": (_EP4,),
-    "qwen3_moe": (_EP_UNEVEN_ETP, _EP_CP_DDP, _EP_TP_VPP),
+    "qwen3_moe": (_EP_UNEVEN_ETP, _EP_CP_DDP),
     "deepseek_v3": (_ETP, _MTP_ALONE),
     "kimi_k2": (_ETP,),
     "kimi_k25": (_EP_PP,),

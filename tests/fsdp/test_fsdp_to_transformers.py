@@ -51,8 +51,10 @@ CASES = {
     "qwen3, FSDP2 on the CPU": _Case("qwen3", Layout(2, offload=True)),
     "FP32 for an engine of BF16": _Case("qwen3", Layout(2), refit_dtype=None),
 }
-# Their parts are in others: four shards, engines of TP1, replicas, experts, parameters that stay gathered, and transformers' own plans.
+# Their parts are in others: four shards, engines of TP1, replicas, experts, TP, parameters that stay gathered, transformers' own plans,
+# and engines of BF16.
 ALONE = (
+    "qwen3, FSDP2 x TP2",
     "qwen3, FSDP4 to TP1 x DP2",
     "qwen3-moe, HSDP 2x2, not resharded",
     "qwen3-moe, FSDP2 x transformers' own TP2",

@@ -27,7 +27,7 @@ def packed(address: int, shape: tuple[int, ...], itemsize: int = 2) -> Strided:
 
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=12), max_size=5), st.integers(0, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_receiver_has_the_same_share_of_its_bytes_at_any_time(
     sizes: list[list[int]], first: int
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_description_that_is_malformed_is_refused(change: Any) -> None:
     ),
     st.sampled_from([None, *DESCRIPTION.to_json()]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_a_peer_says_reading_it_ends_in_a_description_or_the_one_error(
     noise: Any, key: str | None
 ) -> None:

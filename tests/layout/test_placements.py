@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn, max_dims: int = 3) -> Case:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_rank_holds_the_elements_that_dtensor_would_give_it(case: Case) -> None:
     shape, mesh, placements = case
     whole = index_tensor(shape)
@@ -74,7 +74,7 @@ def test_every_rank_holds_the_elements_that_dtensor_would_give_it(case: Case) ->
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_shapes_and_first_offsets_are_those_of_dtensors_own_function(case: Case) -> None:
     shape, mesh, placements = case
     converted = [theirs(p, len(shape)) for p in placements]

@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 
 @given(world=layouts(), bucket=st.integers(1300, 6000), fan_out=st.sampled_from([None, False, True]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_wanted_element_is_written_once_with_its_own_value_and_nothing_else_is(
     world: Layouts, bucket: int, fan_out: bool | None
 ) -> None:
@@ -111,7 +111,7 @@ DEMANDS = st.lists(
 
 
 @given(demands=DEMANDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_replicas_share_so_that_no_link_carries_more_than_ownership_forces(demands: list[Demand]) -> None:
     topology = Topology((0, 0, 0, 1, 1), nic_gb_per_s=50.0, nvlink_gb_per_s=200.0)
     shares = balance(demands, topology)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import product
@@ -23,7 +24,7 @@ from rlrefit.integration.quantize.formats import Codes, Int4, Scales, WholeBlock
 from rlrefit.integration.quantize.int4_table import Int4Table
 from rlrefit.integration.quantize.jobs import QuantizeJob
 from rlrefit.integration.transport.ipc.told_encodings import heard, told
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, of_all_tests
 from tests.triton_interpreter import run_interpreted
 
 from .test_fp8_kernels import hard_weights
@@ -170,10 +171,17 @@ def test_what_no_engine_takes_is_refused() -> None:
         int4.quantize(torch.ones(2, 32, dtype=torch.int8), 32)
 
 
-def compare_int4_with_torch(device: torch.device) -> None:
+# Groups, whether weights are rounded to BF16 first, and which of INT4_SCALES: each once, and what of each with the others is left to
+# make test-all and GPUs.
+_WAYS = ((32, False, 0), (128, False, 0), (64, True, 1))
+_MORE_WAYS = ((32, True, 0), (64, False, 0), (32, False, 1))
+
+
+def compare_int4_with_torch(
+    device: torch.device, ways: Sequence[tuple[int, bool, int]] = _WAYS + _MORE_WAYS
+) -> None:
     """The kernel and :func:`.int4.quantize`, on a device."""
-    rules = ((32, False, 0), (32, True, 0), (128, False, 0), (64, False, 0), (32, False, 1), (64, True, 1))
-    for group, rounded, rule in rules:
+    for group, rounded, rule in ways:
         weights = [w[:70, : w.shape[-1] // group * group] for w in hard_weights(device) if w.dim() == 2]
         weights += [
             weights[0].float() * 2.0**-120,
@@ -242,15 +250,25 @@ def _every_mantissa_by_every(group: int) -> torch.Tensor:
 
 
 def interpret_kernel(folder: Path) -> None:
-    run_interpreted(compare_int4_with_torch, CPU)
+    run_interpreted(compare_int4_with_torch, CPU, _WAYS)
     run_interpreted(compare_round_trips_with_torch, CPU)
 
 
-AHEAD = (interpret_kernel,)
+@of_all_tests
+def interpret_kernel_in_more_ways(folder: Path) -> None:
+    run_interpreted(compare_int4_with_torch, CPU, _MORE_WAYS)
 
 
-def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(found_ahead: FoundAhead) -> None:
-    found_ahead.by(interpret_kernel)
+AHEAD = (interpret_kernel, interpret_kernel_in_more_ways)
+
+
+@pytest.mark.parametrize(
+    "interpret", [interpret_kernel, pytest.param(interpret_kernel_in_more_ways, marks=pytest.mark.full)]
+)
+def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(
+    interpret: Callable[[Path], None], found_ahead: FoundAhead
+) -> None:
+    found_ahead.by(interpret)
 
 
 def test_parts_that_cut_groups_are_refused() -> None:

@@ -119,7 +119,7 @@ def all_well(results: list[Any]) -> None:
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), told=st.booleans(), small=st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_two_layouts_meet_bit_for_bit_twice(
     world: GroupWorld, data: st.DataObject, dtype: torch.dtype, told: bool, small: bool
 ) -> None:

@@ -17,7 +17,7 @@ from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 from .test_qat_runs import CheckedRefits, Trained, with_what_vllm_loads
 
-STEPS = 3
+STEPS = 2
 QAT = (
     "policy.qat=int4",
     # Or it would take no function to its workers.

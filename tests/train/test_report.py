@@ -42,7 +42,11 @@ def test_what_changed_and_what_travelled_is_drawn_where_a_refit_was_sparse(
 ) -> None:
     sparse = _row(2, bytes_wire=int(1000 * share), bytes_dense=1000, changed_share=share)
     assert _height([DENSE, sparse], tmp_path / "sparse.png") == 1.5 * plain
-    # A run that was resumed draws one step at first.
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_run_that_was_resumed_draws_its_one_step_at_first(plain: int, tmp_path: Path) -> None:
+    sparse = _row(2, bytes_wire=20, bytes_dense=1000, changed_share=0.02)
     assert _height([sparse], tmp_path / "one.png") == 1.5 * plain
 
 

@@ -34,8 +34,12 @@ KIMI = {
     "Kimi-K2, Marlin": ("kimi_k2", MARLIN),
 }
 LISTED = {**CASES, OTHER: (UNKNOWN, 64, {})}
-_STAGES = {case for case, (*_, options) in CASES.items() if "ranks" in options}
-ALL, IN_PLACE = left_to_all([*LISTED, *KIMI], _STAGES), left_to_all(CASES, _STAGES)
+# Of stages, and of Kimi's what Kimi-K2.5 has with Marlin and a Qwen with Triton.
+_MORE = {case for case, (*_, options) in CASES.items() if "ranks" in options} | {
+    "Kimi-K2, Marlin",
+    "Kimi-K2.5, Triton's experts",
+}
+ALL, IN_PLACE = left_to_all([*LISTED, *KIMI], _MORE), left_to_all(CASES, _MORE)
 # Of what codes, and scales, are left out.
 LEFT_OUT = dict.fromkeys(KIMI, "mlp.experts.w2_")
 Results = dict[str, list[Fp8Result]]
@@ -47,15 +51,15 @@ CUT = {"experts": True, "width": 192}
 
 def refit_int4(folder: Path) -> Found:
     """In one pair of processes."""
-    return _refit(folder, {*LISTED, *KIMI} - _STAGES)
+    return _refit(folder, {*LISTED, *KIMI} - _MORE)
 
 
 @of_all_tests
-def refit_int4_in_stages(folder: Path) -> Found:
-    return _refit(folder, _STAGES)
+def refit_more_int4(folder: Path) -> Found:
+    return _refit(folder, _MORE)
 
 
-AHEAD = (refit_int4, refit_int4_in_stages)
+AHEAD = (refit_int4, refit_more_int4)
 
 
 def _refit(folder: Path, names: set[str]) -> Found:
@@ -78,7 +82,7 @@ def _refit(folder: Path, names: set[str]) -> Found:
 @pytest.fixture
 def ranks(case: str, found_ahead: FoundAhead) -> list[Fp8Result]:
     """What each rank of a case saw."""
-    found: Found = found_ahead.by(refit_int4_in_stages if case in _STAGES else refit_int4)
+    found: Found = found_ahead.by(refit_more_int4 if case in _MORE else refit_int4)
     return found[0][case]
 
 
@@ -107,7 +111,7 @@ def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(
     assert ranks[0].routes["nccl_xfer"]["misc"] == 0
 
 
-@pytest.mark.parametrize("case", KIMI)
+@pytest.mark.parametrize("case", left_to_all(KIMI, _MORE))
 def test_of_kimi_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard(
     ranks: list[Fp8Result], case: str
 ) -> None:

@@ -384,7 +384,7 @@ def test_live_parameters_are_not_written_by_a_trace():
     assert live.isnan().all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_view_box_holds_exactly_the_elements_of_the_view(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
@@ -402,7 +402,7 @@ def test_a_view_box_holds_exactly_the_elements_of_the_view(data):
     assert torch.equal(base.as_strided(part.shape, stride, view.storage_offset()), part)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_strided_view_is_either_no_box_or_the_right_one(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from vllm_checkpoints import dense_config, moe_config, read_checkpoint
 from vllm_engines import GEN_RANKS, PROMPTS, TOKENS, Engine, Sampled, ScriptEngine, ServerEngine
 
 from rlrefit.recipes.algorithms.divergence import generation_kl
+from tests.ahead import left_to_all
 from tests.megatron_trainers import Trainers
 from tests.vllm_cpu import PACKS_EXPERTS
 
@@ -20,6 +22,15 @@ CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config()}
 # Of a step of an engine that goes on while a test acts.
 _PACE_S = 0.03
 ENGINES: dict[str, type[Engine]] = {"qwen3": ScriptEngine, "qwen3-moe": ServerEngine}
+
+
+def _by(kind: type[Engine]) -> pytest.MarkDecorator:
+    """With an engine of one kind; ``make test-all`` and the newer vLLMs of ``make test-engines`` take the other one too."""
+    others = {model for model, engine in ENGINES.items() if engine is not kind}
+    return pytest.mark.parametrize("scene", left_to_all(CONFIGS, others), indirect=True)
+
+
+BY_A_SCRIPT, BY_A_SERVER = _by(ScriptEngine), _by(ServerEngine)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from vllm_engines import PROMPTS
 
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
 
-from .scene import Scene
+from .scene import BY_A_SERVER, Scene
 
 
 def test_a_failing_refit_raises_the_workers_own_error_and_the_engine_serves_on(scene: Scene):
@@ -42,6 +42,7 @@ def test_a_refit_that_fails_half_way_ends_the_requests_and_the_next_one_resumes(
     assert scene.serves_a()
 
 
+@BY_A_SERVER
 def test_prefixes_that_vllm_keeps_leave_the_engine_paused(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     """A KV connector's transfer may hold blocks, and vLLM raises then."""
     held = "Call to reset_prefix_cache method failed: Failed to reset KV cache"

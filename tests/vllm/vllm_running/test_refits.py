@@ -6,7 +6,7 @@ import torch
 from vllm_checkpoints import read_checkpoint
 from vllm_engines import GEN_RANKS, PROMPTS
 
-from .scene import Scene
+from .scene import BY_A_SCRIPT, BY_A_SERVER, Scene
 
 
 def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: Scene):
@@ -29,6 +29,7 @@ def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: S
         assert {v for s in scene.engine.generate() for v in s.versions} == {scene.version}
 
 
+@BY_A_SERVER
 def test_trainer_and_engine_give_equal_probabilities_to_what_the_engine_generates(scene: Scene):
     for index in (1, 0):
         scene.refit(index)
@@ -37,6 +38,7 @@ def test_trainer_and_engine_give_equal_probabilities_to_what_the_engine_generate
         assert scene.kl(sampled, 1 - index) > 0.1
 
 
+@BY_A_SCRIPT
 def test_what_differs_from_the_weights_before_makes_the_same_engine(scene: Scene):
     scene.meet(delta="always")
     for turn, index in enumerate((1, 0, 0, 1, 0)):
@@ -50,12 +52,14 @@ def test_what_differs_from_the_weights_before_makes_the_same_engine(scene: Scene
     scene.meet()
 
 
+@BY_A_SERVER
 def test_the_same_weights_twice_change_nothing(scene: Scene):
     for _ in range(2):
         scene.refit(0)
         assert scene.digests() == scene.digests_a
 
 
+@BY_A_SERVER
 def test_prefixes_of_the_old_weights_are_not_used_after_a_refit(scene: Scene):
     scene.engine.generate()
     assert scene.engine.generate()[-1].cached > 0
@@ -63,6 +67,7 @@ def test_prefixes_of_the_old_weights_are_not_used_after_a_refit(scene: Scene):
     assert [s.cached for s in scene.engine.generate()] == [0] * len(PROMPTS)
 
 
+@BY_A_SERVER
 def test_a_new_epoch_takes_the_trace_of_the_last_one(scene: Scene):
     before = scene.engine.call("probe_trace")
     scene.engine.close_refit()
@@ -72,6 +77,7 @@ def test_a_new_epoch_takes_the_trace_of_the_last_one(scene: Scene):
     assert scene.digests() == scene.digests_a
 
 
+@BY_A_SCRIPT
 def test_raw_bytes_of_named_parameters_come_back_from_the_worker(scene: Scene):
     scene.refit(1)
     name = "model.layers.1.post_attention_layernorm.weight"
@@ -79,6 +85,7 @@ def test_raw_bytes_of_named_parameters_come_back_from_the_worker(scene: Scene):
     assert all(got == {name: expected} for got in scene.engine.call("refit_parameter_bytes", [name]))
 
 
+@BY_A_SERVER
 def test_the_trace_is_reported_by_route(scene: Scene):
     tensors = read_checkpoint(scene.paths[0])
     manifest = [(name, list(tensor.shape), "bfloat16") for name, tensor in tensors.items()]

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm_engines import PROMPTS, TOKENS, ScriptEngine, ServerEngine
 
-from .scene import Scene
+from .scene import BY_A_SCRIPT, BY_A_SERVER, Scene
 
 
 def test_running_requests_go_on_with_the_new_weights(scene: Scene):
@@ -68,8 +68,17 @@ def test_outputs_that_wait_to_be_read_when_a_refit_begins_are_of_the_old_weights
     assert of_the_old[:5] != of_the_new[:5]
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
-def test_requests_that_may_not_go_on_hold_tokens_of_one_version(scene: Scene, mode: Any, reason: str):
+@BY_A_SCRIPT
+def test_requests_that_are_waited_for_hold_tokens_of_one_version(scene: Scene):
+    _end_before_the_refit(scene, "wait", "length")
+
+
+@BY_A_SERVER
+def test_requests_that_are_aborted_hold_tokens_of_one_version(scene: Scene):
+    _end_before_the_refit(scene, "abort", "abort")
+
+
+def _end_before_the_refit(scene: Scene, mode: Any, reason: str) -> None:
     scene.refit(0)
     first = scene.version
     found = scene.refit_in(1, mode, 3, PROMPTS[:2], 40)

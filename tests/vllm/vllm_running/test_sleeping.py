@@ -15,7 +15,7 @@ from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.records.record import RefitRecord
 from tests.stages.pool import TrainersElsewhere
 
-from .scene import Scene
+from .scene import BY_A_SCRIPT, BY_A_SERVER, Scene
 
 
 def test_requests_that_came_while_the_engine_slept_run_when_all_of_it_is_awake(scene: Scene):
@@ -40,6 +40,7 @@ def test_requests_that_came_while_the_engine_slept_run_when_all_of_it_is_awake(s
     assert {v for s in found for v in s.versions} == {scene.version}
 
 
+@BY_A_SCRIPT
 def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(scene: Scene):
     """The CPU has no sleep mode: the calls are vLLM's, its memory stays."""
     scene.refit(0)
@@ -63,8 +64,17 @@ def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(s
     assert scene.serves_a()
 
 
-@pytest.mark.parametrize("multi", [True, False], ids=["in stages", "at once"])
-def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene, multi: bool):
+@BY_A_SCRIPT
+def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
+    _lead(scene, multi=True)
+
+
+@BY_A_SERVER
+def test_the_colocated_cycle_leads_an_engine_through_its_stages_at_once(scene: Scene):
+    _lead(scene, multi=False)
+
+
+def _lead(scene: Scene, multi: bool) -> None:
     """Here too the memory stays where it is. An ``AsyncLLM`` is awaited in another thread than this one."""
     engine = scene.engine.sleeper()
     stages: list[StageRecord] = []
