@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -38,6 +39,15 @@ for _module in (
 # An engine's processes spin for a second after each message, in which nothing else gets their cores.
 _messages = import_module("vllm.distributed.device_communicators.shm_broadcast")
 _messages.SpinCondition.__init__.__defaults__ = (0.02,)
+_wait = _messages.SpinCondition.wait
+
+
+def _wait_for_a_while(condition: Any, timeout_ms: int | None = None) -> None:
+    # What is sent before a reader's subscription has arrived wakes nobody, and a worker would wait for its first call for ever.
+    _wait(condition, 500 if timeout_ms is None else min(timeout_ms, 500))
+
+
+_messages.SpinCondition.wait = _wait_for_a_while
 # Each engine would compile its sampler for ten seconds otherwise; all that it computes is eager in the tests.
 torch.compiler.set_stance("force_eager")
 _of_all_forks = forked_engines()
