@@ -137,11 +137,19 @@ def require_finite(
     for i, b, o in zip(first[leading:], block, offset or [0] * len(block), strict=True):
         i += o // b
         place.append(f"{i * b}:{(i + 1) * b}")
-    raise RefitError(
+    raise not_finite(
         f"{len(bad)} of {values.numel()} blocks of {' by '.join(map(str, block))} hold NaN or infinity, the first at "
-        f"[{', '.join(place)}] of the full tensor. Quantized, such a block is NaN as a whole, and so would be what "
-        f"the engine generates, so nothing of it may be served. Look for a diverged step before this refit, go back to the "
-        "last good weights, and refit again",
+        f"[{', '.join(place)}] of the full tensor",
+        name,
+        rank,
+    )
+
+
+def not_finite(found: str, name: str, rank: int) -> RefitError:
+    """The error of a weight with a block that is not finite: ``found`` says what is known of it."""
+    return RefitError(
+        f"{found}. Quantized, such a block is NaN as a whole, and so would be what the engine generates, so nothing of it may be served. "
+        "Look for a diverged step before this refit, go back to the last good weights, and refit again",
         stage="quantize",
         rank=rank,
         parameter=name,

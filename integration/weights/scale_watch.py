@@ -114,22 +114,27 @@ class ScaleWatch:
         Raises:
             RefitError: a block of a weight holds NaN or infinity; names one.
         """
-        for piece, values in self._found():
-            name, block = self._weights[piece.name]
-            if values.dtype == torch.uint8:
-                values = e8m0.from_e8m0(values)
-            box, values = _by_own_dimensions(piece, values)
-            offset = [start * b for (start, _), b in zip(box, block, strict=True)]
-            blocks.require_finite(values, block, name, offset, rank=self._rank)
-
-    def _found(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
-        """Scales of which some are no numbers."""
-        if self._placed and self._some_wrong:
-            for number in self._wrong.nonzero().flatten().tolist():
-                piece, view = self._placed[number]
-                yield piece, view.view()
+        wrong = self._wrong.nonzero().flatten().tolist() if self._placed and self._some_wrong else []
+        for piece, view in (self._placed[number] for number in wrong):
+            if not view.expired():
+                self._require(piece, view.view())
+            name, _ = self._weights[piece.name]
+            raise blocks.not_finite(
+                "blocks hold NaN or infinity, as they arrived; where is not known any more, since the engine has put them in another order",
+                name,
+                self._rank,
+            )
         for one in self._loaded.values():
-            yield from one.wrong()
+            for piece, values in one.wrong():
+                self._require(piece, values)
+
+    def _require(self, piece: _Piece, values: torch.Tensor) -> None:
+        name, block = self._weights[piece.name]
+        if values.dtype == torch.uint8:
+            values = e8m0.from_e8m0(values)
+        box, values = _by_own_dimensions(piece, values)
+        offset = [start * b for (start, _), b in zip(box, block, strict=True)]
+        blocks.require_finite(values, block, name, offset, rank=self._rank)
 
 
 class _Loaded:

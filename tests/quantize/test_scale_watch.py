@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -48,11 +48,12 @@ class _Arriving:
         loaded = [TensorSpec(self._names[i], (ROWS, COLUMNS), format.scale_dtype) for i in LOADED]
         self.watch.bind(placed, loaded, device)
 
-    def refit(self) -> None:
-        """Raises what the watch does."""
+    def refit(self, between: Callable[[], object] = lambda: None) -> None:
+        """Raises what the watch does; ``between``: what the engine does with what has arrived."""
         weights: Mapping[str, torch.Tensor] = {self._names[i]: self.tensors[i] for i in LOADED}
         assert dict(self.watch.passing(weights.items())) == weights
         self.watch.look()
+        between()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self.watch.require_finite()
@@ -83,6 +84,24 @@ def look_at_one_after_the_other(format: Format, device: torch.device) -> None:
     with pytest.raises(RefitError) as raised:
         arriving.refit()
     assert raised.value.parameter == _name(0)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_was_wrong_as_it_arrived_is_told_though_the_engine_has_put_it_elsewhere(
+    format: Format, replaces: bool
+) -> None:
+    arriving = _Arriving(format, CPU)
+    arriving.tensors[1][3, 5] = arriving.bad
+
+    def put_elsewhere() -> None:
+        arriving.tensors[1][3, 5], arriving.tensors[2][3, 5] = 100, arriving.bad
+        if replaces:
+            arriving.tensors[1] = arriving.tensors[0]
+
+    with pytest.raises(RefitError) as raised:
+        arriving.refit(put_elsewhere)
+    assert raised.value.parameter == _name(1)
+    assert raised.value.rank == 3
 
 
 def test_what_lies_in_place_takes_no_memory_and_is_not_kept(format: Format) -> None:

@@ -6,7 +6,7 @@ checkpoints, FSDP and Megatron-Bridge see the model that they know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,8 @@ PARALLEL = frozenset(
 NORMED = "TELayerNormColumnParallelLinear"
 # Its groups of experts.
 EXPERTS = frozenset({"TEGroupedMLP", "SequentialMLP"})
+# Of parameters that are copied beside each other to be quantized in one.
+_AT_ONCE_BYTES = 128 << 20
 
 
 @dataclass(eq=False)
@@ -81,9 +83,9 @@ class Quantizer:
         self.weights.check_versions(self.places)
         return self.weights.of(self.at, weight.dtype).to(weight.device)
 
-    def input_scale(self, x: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor | None:
+    def input_scale(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor | None:
         """``input_scale`` for these inputs, where they are; as :meth:`.scales.InputScales.of`."""
-        return None if self.inputs is None else self.inputs.of(self.input_at, x, experts).to(x.device)
+        return None if self.inputs is None else self.inputs.of(self.input_at, x, ends).to(x.device)
 
     def holds(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The quantized value that was kept of a weight, if it is that of the weight as it is and where it is.
@@ -119,6 +121,7 @@ def quantize_linear(module: nn.Linear, quantizer: Quantizer) -> None:
     original = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        x = _as_autocast_has_it(x)
         if quantizer.calibrates(x):
             return original(x)
         out = _multiplied(x, module.weight, quantizer, quantizer.input_scale(x))
@@ -134,22 +137,24 @@ def quantize_experts(module: Any, gate_up: Quantizer, down: Quantizer) -> None:
     """
 
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        kind, hidden = hidden.dtype, _as_autocast_has_it(hidden)
         # Tokens as often as they are routed, in the order of experts.
         experts, order = top_k_index.flatten().sort(stable=True)
         numbers = torch.arange(len(module.gate_up_proj), device=experts.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         rows = hidden[order // top_k_index.shape[-1]]
         if gate_up.calibrates(hidden):
-            inner = module._apply_gate(_grouped(rows, module.gate_up_proj, ends))
+            inner = _as_autocast_has_it(module._apply_gate(_grouped(rows, module.gate_up_proj, ends)))
             down.calibrates(inner)
             out = _grouped(inner, module.down_proj, ends)
         else:
             scale = gate_up.input_scale(hidden)
             inner = module._apply_gate(_multiplied(rows, module.gate_up_proj, gate_up, scale, ends))
-            scale = down.input_scale(inner, experts)
+            inner = _as_autocast_has_it(inner)
+            scale = down.input_scale(inner, ends)
             out = _multiplied(inner, module.down_proj, down, scale, ends)
         out = out * top_k_weights.flatten()[order, None]
-        return out[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden.dtype)
+        return out[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(kind)
 
     module.forward = forward
 
@@ -244,41 +249,50 @@ def _multiplied(
             "leave the layer out by exclude",
             stage="quantize",
         )
-    x, weight = _as_autocast_has_it(x, weight)
+    weight = _as_autocast_has_it(weight)
     return linear(x, weight, quantizer.weight_scale(weight), input_scale, quantizer.format, ends)
 
 
 def _grouped(rows: torch.Tensor, stack: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows times their experts' weights, as :func:`.functions.linear` has both."""
-    rows, stack = _as_autocast_has_it(rows, stack)
-    return functional.grouped_mm(rows, stack.transpose(1, 2), offs=ends)
+    return functional.grouped_mm(rows, _as_autocast_has_it(stack).transpose(1, 2), offs=ends)
 
 
-def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A custom autograd function is no product that autocast knows."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype)
+def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
+    """A custom autograd function is no product that autocast knows. Scales are made of what is multiplied."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 def _kept(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> dict[str, torch.Tensor]:
-    """What takes the place of parameters of one shape and format; all that has to be computed is computed in one."""
+    """What takes the place of parameters of one shape and format; what has to be computed is computed many at a time."""
     weights: dict[str, Any] = {name: module._parameters[name] for name in quantizers}
     values = {name: quantizer.holds(weights[name]) for name, quantizer in quantizers.items()}
     due = [name for name, value in values.items() if value is None]
-    if due:
-        first = quantizers[due[0]]
+    for name in due:
+        # So that old ones are gone before all new ones are there.
+        quantizers[name].release()
+    for names in _at_once(due, weights):
+        first = quantizers[names[0]]
         with torch.no_grad():
             # A group of experts has a parameter for each.
-            stack = weights[due[0]][None] if len(due) == 1 else torch.stack([weights[name] for name in due])
-            at = torch.tensor([quantizers[name].at for name in due])
+            stack = (
+                weights[names[0]][None] if len(names) == 1 else torch.stack([weights[name] for name in names])
+            )
+            at = torch.tensor([quantizers[name].at for name in names])
             scales = None if first.weights is None else first.weights.of(at, stack.dtype).to(stack.device)
             made = fake_weight(stack, scales, first.format).unbind()
-        for name, value in zip(due, made, strict=True):
+        for name, value in zip(names, made, strict=True):
             quantizers[name].keep(weights[name], value)
             values[name] = value
     return dict(zip(weights, straight_through([*weights.values()], [*values.values()]), strict=True))
+
+
+def _at_once(names: Sequence[str], weights: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
+    """As many parameters of one size as may be copied beside each other."""
+    if names:
+        count = max(1, _AT_ONCE_BYTES // weights[names[0]].nbytes)
+        yield from (names[i : i + count] for i in range(0, len(names), count))
 
 
 @contextmanager

@@ -455,26 +455,27 @@ class InputScales:
         """Where the scale of the inputs of a weight is."""
         return self._position[input_module(weight)]
 
-    def of(self, position: int, x: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
+    def of(self, position: int, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """The global scale for ``x``, as it is passed to the layer.
 
         Args:
             position: of the scale.
-            x: ``[..., k]``; ``[rows, k]`` with ``experts``.
-            experts: int64 ``[rows]``, which expert has each row, if dynamic scales are each expert's own.
+            x: ``[..., k]``; ``[rows, k]`` with ``ends``.
+            ends: as :func:`.functions.linear`'s, if dynamic scales are each expert's own.
 
         Returns:
-            FP32, a scalar; ``[rows]`` of dynamic scales with ``experts``.
+            FP32, a scalar; ``[rows]`` of dynamic scales with ``ends``.
 
         Raises:
             RefitError: it is static and was never calibrated.
         """
         if self._dynamic:
             seen = self.observe(position, x)
-            if experts is None:
+            if ends is None:
                 return nvfp4.global_scale(seen)
+            experts = torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True)
             of_rows = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1).float()
-            of_experts = of_rows.new_zeros(len(of_rows)).scatter_reduce(0, experts, of_rows, "amax")
+            of_experts = of_rows.new_zeros(len(ends)).scatter_reduce(0, experts, of_rows, "amax")
             return nvfp4.global_scale(of_experts)[experts]
         self._require_calibrated()
         return nvfp4.global_scale(self._amax[position])
