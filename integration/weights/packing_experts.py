@@ -6,7 +6,7 @@ A checkpoint in BF16 has the experts of a layer in one tensor ``x`` ``[experts, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ from ..errors import RefitMismatch
 from ..layout import Axes, Box, Fragment
 from ..packing import Cast
 from ..quantize import mxfp4
+from ..quantize.formats import Format
 from ..quantize.mxfp4_table import Packer, PackJob, make_packer
-from .endpoints import WeightSource, gives_memory_back, prepares_alone
+from .endpoints import WeightSource, gives_memory_back, prepares_alone, sent_formats, trained_formats
 from .manifest import TensorSpec, dtype_name
 
 _ENDS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -124,6 +125,14 @@ class ExpertPackingSource:
     @property
     def prepares_alone(self) -> bool:
         return prepares_alone(self._source)
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        return trained_formats(self._source)
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return sent_formats(self._source)
 
     def specs(self) -> list[TensorSpec]:
         return self._specs

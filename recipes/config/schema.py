@@ -164,8 +164,9 @@ class ModelConfig:
         dtype: of the trainer's compute, the wire and the engine: ``bfloat16``, ``float32`` or ``auto``. ``auto`` is bfloat16 with
             GPUs, with FP8 weights and for a colocated Megatron trainer; otherwise float32, which CPUs compute faster. The
             optimizer's master weights are float32.
-        trust_remote_code: run the code that the checkpoint brings, where transformers has no class of its own for it: of its configuration,
-            its tokenizer and its model, in trainer and engine. Its authors' code then does whatever it does, as you; read it first.
+        trust_remote_code: run the code that the checkpoint brings, of its configuration, its tokenizer, its model and its generation, in
+            trainer and engine, whether or not transformers has classes of its own. Its authors' code then does whatever it does, as
+            you; read it first.
     """
 
     path: str = "tiny:qwen3"

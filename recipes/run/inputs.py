@@ -57,16 +57,18 @@ class RunInputs:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
             ending = ending_tokens(folder)
-        except (ValueError, OSError, StrictDataclassError) as error:
+        except Exception as error:  # code that a checkpoint brings may raise anything
+            if not trust and not isinstance(error, (ValueError, OSError, StrictDataclassError)):
+                raise
             reason = " ".join(str(error).split()).rstrip(".")
-            code = (
-                "Code that comes with it was run"
+            remedy = (
+                "Code that it brings was run where it asks for that; install what that imports, mend what is wrong"
                 if trust
                 else "Code that comes with a checkpoint is not run without model.trust_remote_code"
             )
             unreadable = (
-                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {reason}. {code}; "
-                "give a model that transformers has itself, with its tokenizer's files, or such code"
+                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {type(error).__name__}: {reason}. "
+                f"{remedy}; or give a model that transformers has itself, with its tokenizer's files"
             )
             raise ConfigError(config.name, [unreadable]) from error
         # What transformers makes of a folder that has none of the tokenizer's files.

@@ -11,6 +11,7 @@ from transformers import dynamic_module_utils
 
 from rlrefit.recipes.config.load import ConfigError, load_config
 from rlrefit.recipes.rollout.arguments import sglang_arguments, vllm_arguments
+from rlrefit.recipes.run.inputs import RunInputs
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
@@ -106,6 +107,29 @@ def test_a_checkpoint_is_checked_against_the_model_that_it_brings(
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointMismatch, match=r"layers\.0\.mlp\.up_proj"):
         check_checkpoint(folder, trust_remote_code=True)
+
+
+def test_code_that_cannot_be_run_here_is_told_of_its_configuration_and_left_out_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = write_with_code(tmp_path / "own_model_fails")
+    file = folder / "modeling_own.py"
+    file.write_text(
+        "raise RuntimeError('this release of transformers has not what it takes')\n" + file.read_text()
+    )
+    assert check_checkpoint(folder, trust_remote_code=True).model_type == "own_qwen3"
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointMismatch, match=r"model\.safetensors"):
+        check_checkpoint(folder, trust_remote_code=True)
+    folder = write_with_code(tmp_path / "own_configuration_fails")
+    file = folder / "configuration_own.py"
+    file.write_text("raise RuntimeError('something is missing')\n" + file.read_text())
+    with pytest.raises(CheckpointMismatch, match="something is missing"):
+        check_checkpoint(folder, trust_remote_code=True)
+    config = load_config("grpo_tiny", [f"model.path={folder}", f"{KEY}=true"])
+    with pytest.raises(ConfigError, match="something is missing"):
+        RunInputs(config, str(folder))
 
 
 def test_kimi_k25_which_brings_its_configuration_is_read_and_its_files_are_checked(

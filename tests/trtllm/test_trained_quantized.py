@@ -9,7 +9,7 @@ import torch
 
 from rlrefit.integration.errors import RefitMismatch
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4
-from rlrefit.integration.weights.endpoints import WeightSource
+from rlrefit.integration.weights.endpoints import WeightSource, trained_formats
 from rlrefit.integration.weights.quantizing import QuantizingSource
 from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
@@ -102,3 +102,16 @@ def test_weights_that_are_trained_in_int4_are_refused_in_other_formats_and_unqua
     more = QuantizingSource(trainer.source, trainer.qat.formats | {OTHER: Int4(32)})
     _refused(scene, _sender(scene, more), OTHER)
     _refit_twice(scene, trainer, own, sender)
+
+
+def test_a_model_that_others_were_put_around_tells_what_it_is_trained_in() -> None:
+    trainer = _Trainer(QATConfig(activations=False, format=Int4(32), last_layers=1))
+    around = torch.nn.ModuleDict({"model": trainer.model})
+    assert trained_formats(FSDPSource(around)) == trainer.qat.formats
+
+
+def test_training_in_nvfp4_is_told_by_the_source_that_packs_it(extension: type) -> None:
+    trainer = _Trainer(QATConfig(activations=False, last_layers=1))
+    own = ListSource(trainer.change(0))
+    with pytest.raises(ValueError, match="PackedSource"):
+        _sender(_scene(extension, own), own, qat=trainer.qat)

@@ -30,6 +30,8 @@ from ...integration.weights.endpoints import (
     prepare_ahead,
     prepares_alone,
     rewritten,
+    sent_formats,
+    trained_formats,
     working_on_portions,
     writes_by,
 )
@@ -205,6 +207,14 @@ class KvScaleSource:
     @property
     def prepares_alone(self) -> bool:
         return prepares_alone(self._weights)
+
+    @property
+    def trained_formats(self) -> Mapping[str, Format]:
+        return trained_formats(self._weights)
+
+    @property
+    def sent_formats(self) -> Mapping[str, Format]:
+        return sent_formats(self._weights)
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; of nothing if the trainer's own does not count."""

@@ -17,5 +17,6 @@ def note_trained(model: Any, formats: Mapping[str, Format]) -> None:
 
 def noted_formats(model: Any) -> Mapping[str, Format]:
     """What :func:`note_trained` noted; nothing of a model that is trained as it is."""
-    found: Mapping[str, Format] = getattr(model, _KEY, {})
-    return found
+    # Whatever was put around it since, or taken out of it by who sends.
+    noted = (getattr(module, _KEY) for module in model.modules() if hasattr(module, _KEY))
+    return next(noted, {})

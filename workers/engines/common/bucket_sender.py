@@ -96,8 +96,12 @@ class BucketSender(ABC):
         qat: QAT | None = None,
     ) -> None:
         self._source = source
-        # A source of one's own packs NVFP4 itself, and nothing tells that it does.
-        self._qat = None if qat is None or qat.config.format.has_global_scale else qat
+        if qat is not None and qat.config.format.has_global_scale:
+            raise ValueError(
+                "qat trains in NVFP4, whose codes the source makes, and nothing tells whether a source of your own does. Give "
+                "PackedSource(source, qat) for the source, which tells it, and leave qat out"
+            )
+        self._qat = qat
         self._engines = engines
         self._device = device
         self._bucket_bytes = bucket_bytes

@@ -8,10 +8,13 @@ some ranks only, while the others wait.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from torch import Size, device
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 3
 # Names that transformers writes, and published checkpoints' (NemotronH's), which it reads as the same weight.
@@ -25,7 +28,7 @@ class CheckpointMismatch(ValueError):
 def expected_tensors(config: Any, trust_remote_code: bool = False) -> dict[str, Size] | None:
     """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
 
-    None if the checkpoint brings code of its configuration alone, which is trusted: then nobody knows the model's.
+    None if transformers has no class of the model, and the checkpoint's code is trusted, but has none either, or none that can be run here.
 
     The model is built on the meta device (no memory) and its packed experts are split into the tensors that
     checkpoints hold, by the conversion that transformers itself applies on saving.
@@ -38,8 +41,18 @@ def expected_tensors(config: Any, trust_remote_code: bool = False) -> dict[str, 
     kind = _automatic_class(config, trust_remote_code)
     if kind is None:
         return None
-    with device("meta"):
-        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with device("meta"):
+            model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the code that the checkpoint brings may raise
+        if not trust_remote_code:
+            raise
+        logger.warning(
+            "the code that the checkpoint brings for its model can't be run here: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return None
     tied = set(model.all_tied_weights_keys)
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
@@ -82,10 +95,24 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False) -> Any
         )
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above: on one host alone, perhaps, while other ranks wait
+        if not trust_remote_code:
+            raise
+        raise CheckpointMismatch(
+            f"the code that {folder} brings for its configuration can't be run here: {type(error).__name__}: {error}. Install what it "
+            "imports, on all hosts, or mend it"
+        ) from error
     found, problems = _found_tensors(folder)
-    if not problems:
-        problems = _compare(expected_tensors(config, trust_remote_code) or {}, found)
+    if not problems and (expected := expected_tensors(config, trust_remote_code)) is not None:
+        problems = _compare(expected, found)
+    elif not problems:
+        logger.warning(
+            "%s brings no code that makes its model here, so that only its files were looked at: tensors that are missing, or have "
+            "other shapes, are found as they are loaded",
+            folder,
+        )
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointMismatch(
