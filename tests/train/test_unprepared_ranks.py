@@ -25,7 +25,7 @@ policy, refit, path, port = pickle.loads(Path(sys.argv[1]).read_bytes())
 trainer, engine = TrainerActor(), TransformersActor()
 trainer.join(0, 1, "127.0.0.1", port, 60.0, True)
 trainer.build(policy, refit, False)
-engine.build(path, "float32", 1, False, (0,), 0)
+engine.build(path, "float32", 1, False, (0,), 0, False)
 print("built")
 """
 
