@@ -114,8 +114,8 @@ class ScaleWatch:
         Raises:
             RefitError: a block of a weight holds NaN or infinity; names one.
         """
-        wrong = self._wrong.nonzero().flatten().tolist() if self._placed and self._some_wrong else []
-        for piece, view in (self._placed[number] for number in wrong):
+        if self._placed and self._some_wrong:
+            piece, view = self._placed[int(self._wrong.nonzero()[0])]
             if not view.expired():
                 self._require(piece, view.view())
             name, _ = self._weights[piece.name]
