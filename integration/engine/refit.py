@@ -28,6 +28,7 @@ from ..transport import ONE_SIDED, TransferResult
 from ..transport.streams import working_on
 from ..weights.endpoints import (
     Look,
+    TellsWhatItRewrites,
     WeightDestination,
     WeightSource,
     gives_memory_back,
@@ -394,9 +395,13 @@ class RefitEngine:
     def _watch_scales(self, fragments: Sequence[Fragment]) -> None:
         """Where they land in place; the others are seen as they are loaded."""
         if not self.world.is_source:
-            bulk = {spec.name for spec in self.manifest.specs("bulk")}
-            placed = (fragment for fragment in fragments if fragment.name in bulk)
-            self._scales.bind(placed, self.manifest.specs("misc"), self._endpoint.device)
+            bulk = self.manifest.specs("bulk")
+            names = {spec.name for spec in bulk}
+            placed = (fragment for fragment in fragments if fragment.name in names)
+            # An engine that says nothing is taken to leave scales as they land, or at least in their places.
+            tells = isinstance(self._endpoint, TellsWhatItRewrites)
+            moved = rewritten(self._endpoint, bulk) if tells else ()
+            self._scales.bind(placed, self.manifest.specs("misc"), self._endpoint.device, moved)
 
     @contextmanager
     def _beside_bulk(self) -> Iterator[None]:

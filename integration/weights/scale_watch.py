@@ -8,7 +8,7 @@ seventeenth, those of INT4 up to a ninth. The answer is read where the host has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -60,6 +60,7 @@ class ScaleWatch:
         self._rank = rank
         self._placed: list[tuple[_Piece, WeakView]] = []
         self._magnitudes: Magnitudes | None = None
+        self._rewritten: frozenset[str] = frozenset()
         # Of each the largest number that it can hold.
         self._most = torch.zeros(0)
         # By dtype of what is loaded.
@@ -67,14 +68,22 @@ class ScaleWatch:
         self._wrong = self._some_wrong = torch.zeros(0, dtype=torch.bool)
         self.nbytes = 0
 
-    def bind(self, placed: Iterable[Fragment], loaded: Iterable[TensorSpec], device: torch.device) -> None:
+    def bind(
+        self,
+        placed: Iterable[Fragment],
+        loaded: Iterable[TensorSpec],
+        device: torch.device,
+        rewritten: Collection[str] = (),
+    ) -> None:
         """Learn where scales arrive; again whenever storages have moved.
 
         Args:
             placed: fragments that are written in place, of any weights.
             loaded: what goes through the engine's loader, of any weights.
             device: of the engine.
+            rewritten: names of what does not stay as it lands.
         """
+        self._rewritten = frozenset(rewritten)
         found = [one for one in placed if one.name in self._weights and one.view.numel()]
         views = [one.view for one in found]
         self._placed = [(_Piece(one.name, one.box, one.axes), WeakView(one.view)) for one in found]
@@ -116,11 +125,11 @@ class ScaleWatch:
         """
         if self._placed and self._some_wrong:
             piece, view = self._placed[int(self._wrong.nonzero()[0])]
-            if not view.expired():
+            if piece.name not in self._rewritten and not view.expired():
                 self._require(piece, view.view())
             name, _ = self._weights[piece.name]
             raise blocks.not_finite(
-                "blocks hold NaN or infinity, as they arrived; where is not known any more, since the engine has put them in another order",
+                "blocks held NaN or infinity as they arrived; which ones is not known any more, since the engine has put them elsewhere",
                 name,
                 self._rank,
             )

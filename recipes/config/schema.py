@@ -165,8 +165,8 @@ class ModelConfig:
             GPUs, with FP8 weights and for a colocated Megatron trainer; otherwise float32, which CPUs compute faster. The
             optimizer's master weights are float32.
         trust_remote_code: run the code that the checkpoint brings, of its configuration, its tokenizer, its model and its generation, in
-            trainer and engine, whether or not transformers has classes of its own. Its authors' code then does whatever it does, as
-            you; read it first.
+            trainer and engine, also where transformers has classes of its own; vLLM and Megatron-Bridge keep to their own models. Its
+            authors' code then does whatever it does, as you; read it first.
     """
 
     path: str = "tiny:qwen3"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
-from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
+from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, brings_code, check_checkpoint
 from ..config.load import ConfigError, model_violations, resolve_data_path
 from ..config.schema import TrainConfig
 from ..data.dataset import DataError
@@ -58,12 +58,13 @@ class RunInputs:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
             ending = ending_tokens(folder)
         except Exception as error:  # code that a checkpoint brings may raise anything
-            if not trust and not isinstance(error, (ValueError, OSError, StrictDataclassError)):
+            brought = trust and brings_code(folder)
+            if not brought and not isinstance(error, (ValueError, OSError, StrictDataclassError)):
                 raise
             reason = " ".join(str(error).split()).rstrip(".")
             remedy = (
-                "Code that it brings was run where it asks for that; install what that imports, mend what is wrong"
-                if trust
+                "Code that it brings was run; install what that imports, or mend it"
+                if brought
                 else "Code that comes with a checkpoint is not run without model.trust_remote_code"
             )
             unreadable = (
@@ -92,7 +93,7 @@ class RunInputs:
                 return None
 
         if not is_hub_name(model_path):
-            read("model.path", check_checkpoint, folder, trust)
+            read("model.path", check_checkpoint, folder, trust, config.trainer.backend == "fsdp")
         prompts = [
             read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
             for part, keys in (("train", data), ("validation", held_out(data)))

@@ -32,7 +32,7 @@ def format(request: pytest.FixtureRequest) -> Format:
 class _Arriving:
     """Scales of six weights, of which four land in place and two are loaded."""
 
-    def __init__(self, format: Format, device: torch.device):
+    def __init__(self, format: Format, device: torch.device, rewritten: bool = False):
         self._device = device
         self.bad = 255 if format.scale_dtype == torch.uint8 else float("nan")
         self.tensors = [
@@ -46,7 +46,7 @@ class _Arriving:
             for i in PLACED
         ]
         loaded = [TensorSpec(self._names[i], (ROWS, COLUMNS), format.scale_dtype) for i in LOADED]
-        self.watch.bind(placed, loaded, device)
+        self.watch.bind(placed, loaded, device, self._names if rewritten else ())
 
     def refit(self, between: Callable[[], object] = lambda: None) -> None:
         """Raises what the watch does; ``between``: what the engine does with what has arrived."""
@@ -90,11 +90,12 @@ def look_at_one_after_the_other(format: Format, device: torch.device) -> None:
 def test_what_was_wrong_as_it_arrived_is_told_though_the_engine_has_put_it_elsewhere(
     format: Format, replaces: bool
 ) -> None:
-    arriving = _Arriving(format, CPU)
+    arriving = _Arriving(format, CPU, rewritten=True)
     arriving.tensors[1][3, 5] = arriving.bad
 
     def put_elsewhere() -> None:
-        arriving.tensors[1][3, 5], arriving.tensors[2][3, 5] = 100, arriving.bad
+        arriving.tensors[1][3, 5] = 100
+        arriving.tensors[1][4, 4] = arriving.tensors[2][3, 5] = arriving.bad
         if replaces:
             arriving.tensors[1] = arriving.tensors[0]
 
@@ -102,6 +103,8 @@ def test_what_was_wrong_as_it_arrived_is_told_though_the_engine_has_put_it_elsew
         arriving.refit(put_elsewhere)
     assert raised.value.parameter == _name(1)
     assert raised.value.rank == 3
+    # No place, of which none is known to be right.
+    assert "of the full tensor" not in str(raised.value)
 
 
 def test_what_lies_in_place_takes_no_memory_and_is_not_kept(format: Format) -> None:

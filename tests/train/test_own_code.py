@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_a_recipe_trains_a_model_by_the_code_of_its_checkpoint(found_ahead: Foun
     assert max(row["generation_kl"] for row in rows) < 1e-3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One folder of copies of code for the process, which imports them from the first one that it was given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
 def _violations(*overrides: str) -> list[str]:
     try:
         load_config("grpo_tiny", overrides)
@@ -95,10 +104,7 @@ def test_engines_are_told_to_run_the_code_only_where_it_is_trusted(tmp_path: Pat
             assert {key: value for key, value in arguments.items() if key in ("trust_remote_code",)} == told
 
 
-def test_a_checkpoint_is_checked_against_the_model_that_it_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_a_checkpoint_is_checked_against_the_model_that_it_brings(tmp_path: Path) -> None:
     folder = write_with_code(tmp_path / "own_checked")
     assert check_checkpoint(folder, trust_remote_code=True).model_type == "own_qwen3"
     file = folder / "model.safetensors"
@@ -109,10 +115,32 @@ def test_a_checkpoint_is_checked_against_the_model_that_it_brings(
         check_checkpoint(folder, trust_remote_code=True)
 
 
+def test_code_of_a_model_that_cannot_be_run_here_is_refused_where_it_is_needed(tmp_path: Path) -> None:
+    raises = "raise RuntimeError('it is not there')\n"
+    for name, change in {
+        "at_once": lambda code: raises + code,
+        "later": lambda code: code + f"\n    def state_dict(self, *_, **__):\n        {raises}",
+    }.items():
+        folder = write_with_code(tmp_path / f"own_fails_{name}")
+        file = folder / "modeling_own.py"
+        file.write_text(change(file.read_text()))
+        with pytest.raises(CheckpointMismatch, match="it is not there"):
+            check_checkpoint(folder, trust_remote_code=True, needs_model=True)
+        assert check_checkpoint(folder, trust_remote_code=True).model_type == "own_qwen3"
+
+
+def test_what_is_wrong_with_a_checkpoint_that_brings_no_code_is_not_laid_on_code(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "plain")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "no_such_act"}))
+    for trusted in (False, True):
+        with pytest.raises(KeyError):
+            check_checkpoint(folder, trust_remote_code=trusted)
+
+
 def test_code_that_cannot_be_run_here_is_told_of_its_configuration_and_left_out_of_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = write_with_code(tmp_path / "own_model_fails")
     file = folder / "modeling_own.py"
     file.write_text(
@@ -132,10 +160,7 @@ def test_code_that_cannot_be_run_here_is_told_of_its_configuration_and_left_out_
         RunInputs(config, str(folder))
 
 
-def test_kimi_k25_which_brings_its_configuration_is_read_and_its_files_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_kimi_k25_which_brings_its_configuration_is_read_and_its_files_are_checked(tmp_path: Path) -> None:
     folder = Path(write_checkpoint("kimi_k25", tmp_path / "kimi_k25_checked", short=True))
     assert any(text.startswith(KEY) for text in _violations(f"model.path={folder}"))
     assert check_checkpoint(folder, trust_remote_code=True).model_type == "kimi_k25"

@@ -9,7 +9,7 @@ import torch
 
 from rlrefit.integration.errors import RefitMismatch
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Int4
-from rlrefit.integration.weights.endpoints import WeightSource, trained_formats
+from rlrefit.integration.weights.endpoints import WeightSource, sent_formats, trained_formats
 from rlrefit.integration.weights.quantizing import QuantizingSource
 from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
@@ -104,10 +104,18 @@ def test_weights_that_are_trained_in_int4_are_refused_in_other_formats_and_unqua
     _refit_twice(scene, trainer, own, sender)
 
 
-def test_a_model_that_others_were_put_around_tells_what_it_is_trained_in() -> None:
+def test_a_model_that_others_were_put_around_is_compared_by_the_names_that_travel(extension: type) -> None:
     trainer = _Trainer(QATConfig(activations=False, format=Int4(32), last_layers=1))
-    around = torch.nn.ModuleDict({"model": trainer.model})
-    assert trained_formats(FSDPSource(around)) == trainer.qat.formats
+    trainer.change(0)
+    source = FSDPSource(torch.nn.ModuleDict({"model": trainer.model, "critic": torch.nn.Linear(16, 16)}))
+    scene = _scene(extension, source)
+    _sender(scene, ListSource(dict(source.export([spec.name for spec in source.specs()])))).refit(0)
+    _refused(scene, _sender(scene, source), f"model.{WEIGHT}")
+    assert trained_formats(source) == {
+        f"model.{name}": format for name, format in trainer.qat.formats.items()
+    }
+    packed = QuantizingSource(source, trained_formats(source))
+    assert sent_formats(packed) == trained_formats(packed)
 
 
 def test_training_in_nvfp4_is_told_by_the_source_that_packs_it(extension: type) -> None:

@@ -19,7 +19,11 @@ class Layout(Protocol):
 
 
 def check_on_all_ranks(
-    model_path: str | Path, layout: Layout, weights: bool = True, trust_remote_code: bool = False
+    model_path: str | Path,
+    layout: Layout,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+    needs_model: bool = False,
 ) -> tuple[Path, Any]:
     """The checkpoint's folder and, if it is to be loaded, its config; a collective.
 
@@ -40,7 +44,7 @@ def check_on_all_ranks(
     folder, config, fault = Path(model_path), None, ""
     try:
         folder = checkpoint_folder(model_path, weights=weights)
-        config = check_checkpoint(folder, trust_remote_code) if weights else None
+        config = check_checkpoint(folder, trust_remote_code, needs_model) if weights else None
     except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
         fault = str(error)
     faults: list[str] = [""] * dist.get_world_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...integration.quantize.formats import Format
@@ -15,8 +15,14 @@ def note_trained(model: Any, formats: Mapping[str, Format]) -> None:
     setattr(model, _KEY, dict(formats))
 
 
-def noted_formats(model: Any) -> Mapping[str, Format]:
-    """What :func:`note_trained` noted; nothing of a model that is trained as it is."""
-    # Whatever was put around it since, or taken out of it by who sends.
-    noted = (getattr(module, _KEY) for module in model.modules() if hasattr(module, _KEY))
-    return next(noted, {})
+def noted_formats(modules: Iterable[tuple[str, Any]]) -> Mapping[str, Format]:
+    """What :func:`note_trained` noted on some of a model's modules; nothing of a model that is trained as it is.
+
+    Args:
+        modules: with the names that their weights' names begin with for who sends: something may have been put around a model since.
+    """
+    return {
+        f"{path}.{name}" if path else name: format
+        for path, module in modules
+        for name, format in getattr(module, _KEY, {}).items()
+    }

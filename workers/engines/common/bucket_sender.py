@@ -22,7 +22,7 @@ from ....integration.errors import PeerLost, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format
 from ....integration.records.clock import StageClock
 from ....integration.records.record import RefitRecord
-from ....integration.weights.endpoints import WeightSource, sent_formats, trained_formats
+from ....integration.weights.endpoints import TellsFormats, WeightSource, sent_formats, trained_formats
 from ....integration.weights.manifest import TensorSpec, dtype_name
 from ....integration.weights.quantizing import QuantizingSource
 from ....integration.weights.scale_watch import ScaleWatch
@@ -80,6 +80,7 @@ class BucketSender(ABC):
     Engines that would compute with other weights than training does are a ``RefitMismatch`` at each refit, before they begin.
 
     Raises:
+        ValueError: ``qat`` trains in NVFP4, and the source does not tell that it packs.
         RefitError: the engines' driver was given on another rank than the leader, or not on the leader.
     """
 
@@ -96,10 +97,11 @@ class BucketSender(ABC):
         qat: QAT | None = None,
     ) -> None:
         self._source = source
-        if qat is not None and qat.config.format.has_global_scale:
+        if qat is not None and qat.config.format.has_global_scale and not isinstance(source, TellsFormats):
             raise ValueError(
-                "qat trains in NVFP4, whose codes the source makes, and nothing tells whether a source of your own does. Give "
-                "PackedSource(source, qat) for the source, which tells it, and leave qat out"
+                "qat trains in NVFP4, whose codes the source makes, and this source does not tell whether it does. Give "
+                "PackedSource(source, qat) for a source of unquantized weights; or let a source that packs them itself have trained_formats and "
+                "sent_formats (TellsFormats)"
             )
         self._qat = qat
         self._engines = engines

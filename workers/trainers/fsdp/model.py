@@ -99,7 +99,9 @@ def build_fsdp(
         raise ValueError(
             "transformers has no tensor-parallel plan for LoRA's factors; give tensor_parallel 1"
         )
-    folder, config = check_on_all_ranks(model_path, layout, trust_remote_code=trust_remote_code)
+    folder, config = check_on_all_ranks(
+        model_path, layout, trust_remote_code=trust_remote_code, needs_model=True
+    )
     _set_for_reinforcement_learning(config)
     device = rank_device()
     shards = dist.get_world_size() // (layout.replicate * layout.tensor_parallel)

@@ -15,7 +15,7 @@ from ....integration.weights.manifest import TensorSpec
 from ..trained import noted_formats
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
-from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
+from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint, unwrapped_modules
 from .merging import MergedShards
 from .own_plan import OwnPlan
 from .parameters import KeptTensors, require_known
@@ -109,7 +109,7 @@ class FSDPSource:
     @property
     def trained_formats(self) -> Mapping[str, Format]:
         """As :attr:`rlrefit.integration.weights.endpoints.TellsFormats.trained_formats`, of a model that :mod:`..qat` quantizes."""
-        return noted_formats(self._model)
+        return noted_formats(unwrapped_modules(self._model))
 
     @property
     def sent_formats(self) -> Mapping[str, Format]:

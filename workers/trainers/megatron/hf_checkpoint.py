@@ -17,6 +17,7 @@ from torch import Size, device
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3
+_MEND = "Install what that imports, on all hosts, or mend it; or give a model that transformers has itself"
 # Names that transformers writes, and published checkpoints' (NemotronH's), which it reads as the same weight.
 _PUBLISHED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
@@ -25,34 +26,52 @@ class CheckpointMismatch(ValueError):
     """The checkpoint folder can't be loaded as the model that its config describes. Nothing was loaded."""
 
 
-def expected_tensors(config: Any, trust_remote_code: bool = False) -> dict[str, Size] | None:
+def expected_tensors(
+    config: Any, trust_remote_code: bool = False, needs_model: bool = False
+) -> dict[str, Size] | None:
     """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
-
-    None if transformers has no class of the model, and the checkpoint's code is trusted, but has none either, or none that can be run here.
 
     The model is built on the meta device (no memory) and its packed experts are split into the tensors that
     checkpoints hold, by the conversion that transformers itself applies on saving.
 
+    Args:
+        config: of the checkpoint.
+        trust_remote_code: run the code that it brings.
+        needs_model: whether training is impossible without transformers' class of the model, or the checkpoint's.
+
+    Returns:
+        None if there is neither, or if the checkpoint's can't be run here.
+
     Raises:
         ValueError: transformers knows no causal language model for the config.
+        CheckpointMismatch: there is neither, or it can't be run, and it is needed.
     """
+    kind = _automatic_class(config, trust_remote_code)
+    brought = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    if kind is not None and kind.__name__ not in brought:
+        return _tensors(kind, config, trust_remote_code)
+    problem = "neither transformers nor the checkpoint has a class of its model"
+    if kind is not None:
+        try:
+            return _tensors(kind, config, trust_remote_code)
+        except Exception as error:  # the checkpoint's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            problem = f"the code that it brings for its model, {brought[kind.__name__]}, can't be run here: {reason}"
+    if needs_model:
+        raise CheckpointMismatch(f"{config.model_type}: {problem}. {_MEND}")
+    logger.warning(
+        "%s: %s. So only the checkpoint's files were looked at; weights that are missing or have other shapes are found as they are loaded",
+        config.model_type,
+        problem,
+    )
+    return None
+
+
+def _tensors(kind: Any, config: Any, trust_remote_code: bool) -> dict[str, Size]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    kind = _automatic_class(config, trust_remote_code)
-    if kind is None:
-        return None
-    try:
-        with device("meta"):
-            model = kind.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the code that the checkpoint brings may raise
-        if not trust_remote_code:
-            raise
-        logger.warning(
-            "the code that the checkpoint brings for its model can't be run here: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        return None
+    with device("meta"):
+        model = kind.from_config(config, trust_remote_code=trust_remote_code)
     tied = set(model.all_tied_weights_keys)
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
@@ -74,12 +93,13 @@ def _automatic_class(config: Any, trust_remote_code: bool) -> Any:
     return next((kind for kind in kinds if kind.__name__ in brought), None)
 
 
-def check_checkpoint(folder: str | Path, trust_remote_code: bool = False) -> Any:
+def check_checkpoint(folder: str | Path, trust_remote_code: bool = False, needs_model: bool = False) -> Any:
     """Check a checkpoint folder against its own config.
 
     Args:
         folder: of the checkpoint.
         trust_remote_code: run the code that it brings.
+        needs_model: as :func:`expected_tensors` has it.
 
     Returns:
         The transformers config.
@@ -97,22 +117,18 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False) -> Any
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as above: on one host alone, perhaps, while other ranks wait
-        if not trust_remote_code:
+    except (
+        Exception
+    ) as error:  # the checkpoint's code may raise anything, on one host alone, while other ranks wait
+        if not (trust_remote_code and brings_code(folder)):
             raise
         raise CheckpointMismatch(
-            f"the code that {folder} brings for its configuration can't be run here: {type(error).__name__}: {error}. Install what it "
-            "imports, on all hosts, or mend it"
+            f"{folder}: its configuration can't be read by the code that it brings: {type(error).__name__}: {error}. {_MEND}"
         ) from error
     found, problems = _found_tensors(folder)
-    if not problems and (expected := expected_tensors(config, trust_remote_code)) is not None:
-        problems = _compare(expected, found)
-    elif not problems:
-        logger.warning(
-            "%s brings no code that makes its model here, so that only its files were looked at: tensors that are missing, or have "
-            "other shapes, are found as they are loaded",
-            folder,
-        )
+    if not problems:
+        expected = expected_tensors(config, trust_remote_code, needs_model)
+        problems = [] if expected is None else _compare(expected, found)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointMismatch(
@@ -123,6 +139,11 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False) -> Any
             "this config.json"
         )
     return config
+
+
+def brings_code(folder: Path) -> bool:
+    """Whether a checkpoint's config.json names code beside it."""
+    return bool(json.loads((folder / "config.json").read_text()).get("auto_map"))
 
 
 def _found_tensors(folder: Path) -> tuple[dict[str, tuple[Size, str]], list[str]]:

@@ -156,7 +156,8 @@ class MegatronSource:
     @property
     def trained_formats(self) -> Mapping[str, Format]:
         """As :attr:`rlrefit.integration.weights.endpoints.TellsFormats.trained_formats`, of a model that :mod:`..qat` quantizes."""
-        return noted_formats(self._model[0])
+        # The names are those of the checkpoint, whatever is around the chunk.
+        return noted_formats(("", module) for module in self._model[0].modules())
 
     @property
     def sent_formats(self) -> Mapping[str, Format]:
