@@ -117,9 +117,8 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False, needs_
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # the checkpoint's code may raise anything, on one host alone, while other ranks wait
+    except Exception as error:
+        # The checkpoint's code may raise anything, on one host alone, while other ranks wait.
         if not (trust_remote_code and brings_code(folder)):
             raise
         raise CheckpointMismatch(
