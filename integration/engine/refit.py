@@ -399,8 +399,7 @@ class RefitEngine:
             names = {spec.name for spec in bulk}
             placed = (fragment for fragment in fragments if fragment.name in names)
             # An engine that says nothing is taken to leave scales as they land, or at least in their places.
-            tells = isinstance(self._endpoint, TellsWhatItRewrites)
-            moved = rewritten(self._endpoint, bulk) if tells else ()
+            moved = self._endpoint.rewritten(bulk) if isinstance(self._endpoint, TellsWhatItRewrites) else ()
             self._scales.bind(placed, self.manifest.specs("misc"), self._endpoint.device, moved)
 
     @contextmanager

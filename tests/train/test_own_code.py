@@ -138,6 +138,17 @@ def test_what_is_wrong_with_a_checkpoint_that_brings_no_code_is_not_laid_on_code
             check_checkpoint(folder, trust_remote_code=trusted)
 
 
+@pytest.mark.parametrize("trusted", ["false", "true"])
+def test_a_configuration_that_cannot_be_read_is_told_with_the_key_as_without(
+    trusted: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "broken")
+    config = load_config("grpo_tiny", [f"model.path={folder}", f"{KEY}={trusted}"])
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError):
+        RunInputs(config, str(folder))
+
+
 def test_code_that_cannot_be_run_here_is_told_of_its_configuration_and_left_out_of_its_model(
     tmp_path: Path,
 ) -> None:

@@ -141,8 +141,11 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False, needs_
 
 
 def brings_code(folder: Path) -> bool:
-    """Whether a checkpoint's config.json names code beside it."""
-    return bool(json.loads((folder / "config.json").read_text()).get("auto_map"))
+    """Whether a checkpoint's config.json names code beside it; one that can't be read names none, and transformers tells why."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text()).get("auto_map"))
+    except (OSError, ValueError):
+        return False
 
 
 def _found_tensors(folder: Path) -> tuple[dict[str, tuple[Size, str]], list[str]]:
