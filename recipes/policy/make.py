@@ -71,8 +71,9 @@ class TrainsInFourBits(QATRefitMixin, Policy):
     def _step_optimizer(self) -> tuple[float, float]:
         told = super()._step_optimizer()
         self.qat.refresh()
-        # Megatron's layers keep quantized values, which are old now, and the GPU may be the engine's next.
-        self.qat.release()
+        # Megatron's layers keep quantized values, which are old now, and the GPU may be the engine's next. Views of parameters keep
+        # nothing: a trainer that leaves its GPU empties storages in place.
+        self.qat.free_values()
         return told
 
     def _identity(self) -> dict[str, Any]:

@@ -135,16 +135,23 @@ class QAT:
         if self._scales is not None:
             self._scales.refresh()
 
-    def release(self) -> None:
+    def free_values(self) -> None:
         """Free the quantized values that Megatron's layers keep, a copy of the quantized weights, before generation, say.
 
-        And the views of parameters, which would keep memory that they are moved out of. The next forward pass, refit or
-        refresh makes them again. Of what is written until then only what changes a scale is noticed, by the refit.
+        The next forward pass makes them again.
+        """
+        for quantizer in self._quantizers:
+            quantizer.release()
+
+    def release(self) -> None:
+        """As :meth:`free_values`, and free the views of parameters, which would keep memory that they are moved out of.
+
+        The next refit or refresh makes these again, of all the model's weights. Of what is written until then only what changes a scale
+        is noticed, by the refit. Memory that is freed where it is (``storage.resize_(0)``) is not kept by views.
         """
         if self._scales is not None:
             self._scales.forget()
-        for quantizer in self._quantizers:
-            quantizer.release()
+        self.free_values()
 
     def calibrating(self) -> AbstractContextManager[None]:
         """Forward passes inside compute unquantized, and their inputs' largest magnitudes make the static scales.
