@@ -48,7 +48,7 @@ test-sglang-0.5.23: setup
 
 # The newest release, and one between it and the one of .venv. The trainer of the test with two environments is in .venv.
 ENGINES := 0.26 0.32
-VLLM_TESTS := $(addprefix tests/vllm/,vllm_running $(addprefix test_vllm_,connectors.py flashinfer_experts.py layouts.py names.py preemption.py releases.py start.py)) \
+VLLM_TESTS := $(addprefix tests/vllm/,vllm_running $(addprefix test_vllm_,connectors.py flashinfer_experts.py int4_experts.py layouts.py names.py preemption.py releases.py start.py)) \
 	tests/qat/test_vllm_kernels.py
 
 test-engines: setup ## run the tests of engines with other releases of vLLM, on the CPU (1.1 GB to download the first time)

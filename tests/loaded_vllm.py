@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.vllm_processes import forked_engines
 
 vllm_cpu.play(vllm_cpu.chosen())
 
+# Ray reads as it loads of which cluster and job a process is, and Ray's workers are forked from here, too. vLLM from 0.26 on loads
+# it with its engine, and does without where there is none.
+sys.modules["ray"] = None  # type: ignore[assignment]
 for _module in (
     "entrypoints.llm",
     "model_executor.layers.fused_moe.layer",
@@ -36,6 +40,7 @@ for _module in (
     "workers.engines.vllm.worker_refit",
 ):
     import_module(f"rlrefit.{_module}")
+del sys.modules["ray"]
 # An engine's processes spin for a second after each message, in which nothing else gets their cores.
 _messages = import_module("vllm.distributed.device_communicators.shm_broadcast")
 _messages.SpinCondition.__init__.__defaults__ = (0.02,)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.families.checkpoints import know_configuration, write_kimi_k25_config
+
 SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
 
 
@@ -34,12 +36,18 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     dist.init_process_group("fake", rank=case["rank"], world_size=case["world"], store=FakeStore())
+    folder = tempfile.TemporaryDirectory()
     try:
-        config = AutoConfig.for_model(**case["config"])
-        config.architectures = [case["architecture"]]
-        bridge = auto_bridge.from_hf_config(config)
-        if case["names"] is not None:
-            bridge = _with_names(auto_bridge, config, case["names"])
+        if case["config"]["model_type"] == "kimi_k25":
+            config, bridge = _with_own_code(
+                auto_bridge, case["config"], list(case["exported"]), Path(folder.name)
+            )
+        else:
+            config = AutoConfig.for_model(**case["config"])
+            config.architectures = [case["architecture"]]
+            bridge = auto_bridge.from_hf_config(config)
+            if case["names"] is not None:
+                bridge = _with_names(auto_bridge, config, case["names"])
         provider = _provider(bridge, case["layout"])
         provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
         model = provider.provide_distributed_model(
@@ -53,11 +61,28 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
             result["specs"] = _specs(bridge, model)
         return result
     finally:
+        folder.cleanup()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         # Each model wants its own choice of attention kernels, and none may be left from the last one.
         for key in [key for key in os.environ if key.startswith("NVTE_")]:
             del os.environ[key]
+
+
+def _with_own_code(auto_bridge: Any, keys: dict[str, Any], names: list[str], folder: Path) -> tuple[Any, Any]:
+    """Configuration and bridge of a model whose encoder is made by the code beside its configuration."""
+    from transformers import dynamic_module_utils
+
+    from rlrefit.recipes.plan.offline_bridge import config_only_bridge
+
+    write_kimi_k25_config(folder, keys)
+    know_configuration(folder)
+    dynamic_module_utils.HF_MODULES_CACHE = str(folder / "modules")
+    config, bridge = config_only_bridge(auto_bridge, str(folder))
+    bridge.hf_pretrained.trust_remote_code = True
+    # Bridge adds a list to it.
+    bridge.hf_pretrained.state.get_all_keys = lambda: names
+    return config, bridge
 
 
 def _with_names(auto_bridge: Any, config: Any, names: list[str]) -> Any:
@@ -139,11 +164,9 @@ def _specs(bridge: Any, model: list[Any]) -> list[Any]:
 
     from rlrefit.workers.trainers.megatron import enumeration
 
-    enumeration.conversion_tasks = lambda bridge, model: [
-        task
-        for task in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, model)
-        if task is not None
-    ]
+    bridge.get_conversion_tasks = lambda model: bridge._model_bridge.build_conversion_tasks(
+        bridge.hf_pretrained, model
+    )
     specs = enumeration.enumerate_export(
         bridge, model, parallel_state.get_pipeline_model_parallel_group()
     ).specs

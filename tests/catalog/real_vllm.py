@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.families.checkpoints import write_ling_config
+from tests.families.checkpoints import write_kimi_k25_config, write_ling_config
 from tests.vllm_cpu import accept_experts_without_gates
 
 # Of an FP8 KV cache; where its quantization is known, they are parameters until vLLM has loaded the weights.
@@ -91,13 +91,13 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from rlrefit.workers.engines.common.loader_trace.modules import NumbersStayReal
+    from rlrefit.workers.engines.common.loader_trace.modules import NumbersStayReal, WeightsStayOnMeta
     from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 
     _stand_in_for_groups(case)
     config = _config(case)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-        with NumbersStayReal():
+        with NumbersStayReal(), WeightsStayOnMeta():
             model = initialize_model(vllm_config=config)
         alive.append(model)
         parameters = dict(model.named_parameters())
@@ -137,6 +137,8 @@ def _config(case: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         if case["config"]["model_type"] == "bailing_moe_v2":  # a class that transformers lacks
             write_ling_config(Path(folder), case["config"])
+        elif case["config"]["model_type"] == "kimi_k25":
+            write_kimi_k25_config(Path(folder), case["config"])
         else:
             made = AutoConfig.for_model(**case["config"])
             made.architectures = [case["architecture"]]

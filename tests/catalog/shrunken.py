@@ -122,6 +122,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "kimi_k2": {"model_type": "kimi_k2", **_LATENT, "num_nextn_predict_layers": 0},
+    "kimi_k25": {
+        "model_type": "kimi_k25",
+        **_with_images(
+            _LATENT | {"n_group": 1, "num_nextn_predict_layers": 0},
+            [],
+            {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "patch_size": 4,
+                "merge_kernel_size": [2, 2],
+                "init_pos_emb_height": 4,
+                "init_pos_emb_width": 6,
+            },
+        ),
+    },
     "glm4_moe": {
         "model_type": "glm4_moe",
         **_DENSE,

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "bailing_moe_v2": "BailingMoeV2ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
 }
 _ONE = TrainLayout(vocabulary_multiple=8)
 _CASES: list[tuple[str, TrainLayout, int]] = [
@@ -85,6 +86,8 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("glm4_moe_lite", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
     ("glm_moe_dsa", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 3),
     ("bailing_moe_v2", TrainLayout(tp=4, ep=4, vocabulary_multiple=8), 3),
+    ("kimi_k25", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 1),
+    ("kimi_k25", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
 ]
 # Whether the checkpoint has experts in one tensor, how it names Gemma 3's encoder, and whether layers that share keys have some of their
 # own, as Gemma 4's are published, Bridge knows by the names that it finds.

@@ -66,6 +66,8 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("glm_moe_dsa", GenLayout(tp=2), 1),
     ("bailing_moe_v2", GenLayout(tp=8), 3),
     ("bailing_moe_v2", GenLayout(tp=2, pp=2), 2),
+    ("kimi_k25", GenLayout(tp=4, ep=4), 1),
+    ("kimi_k25", GenLayout(tp=2, pp=2), 2),
 ]
 # The same in blocks of FP8.
 _BLOCK_CASES: list[tuple[str, GenLayout, int]] = [

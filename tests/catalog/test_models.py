@@ -100,6 +100,14 @@ def test_layers_of_a_delta_net_are_told_by_their_interval_or_one_by_one() -> Non
     assert Model("told", told).specs() == Model("listed", CONFIGS["qwen3_next"]).specs()
 
 
+def test_kimis_image_encoder_is_told_by_the_keys_of_vllms_class_or_by_the_published_ones() -> None:
+    own = CONFIGS["kimi_k25"]
+    prefixed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vision = {(f"vt_{key}" if key in prefixed else key): size for key, size in own["vision_config"].items()}
+    published = Model("published", own | {"vision_config": vision})
+    assert published.specs() == Model("vllm's", own).specs()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
@@ -113,6 +121,11 @@ def test_layers_of_a_delta_net_are_told_by_their_interval_or_one_by_one() -> Non
         ("gemma4", {"tie_word_embeddings": False}, "head of its own"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
         ("bailing_moe_v2", {"use_qkv_bias": True}, "use_qkv_bias"),
+        (
+            "kimi_k25",
+            {"text_config": CONFIGS["kimi_k25"]["text_config"] | {"num_nextn_predict_layers": 1}},
+            "prediction layers",
+        ),
         (
             "bailing_moe_v2",
             {"model_type": "bailing_moe", "architectures": ["BailingMoeForCausalLM"]},

@@ -390,25 +390,40 @@ def _write_kimi_k25(folder: Path, keys: dict[str, Any]) -> None:
     AutoModelForCausalLM.from_config(DeepseekV3Config(**published["text_config"])).save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
-    published["vision_config"] = {**published["vision_config"], "text_hidden_size": keys["hidden_size"]}
-    vision = configuration.KimiK25VisionConfig(**published["vision_config"])
+    written = write_kimi_k25_config(folder, published)
+    vision = configuration.KimiK25VisionConfig(**written["vision_config"])
     for name, part in {
         "vision_tower": modeling.MoonViT3dPretrainedModel(modeling.VisionTowerConfig(vision)),
         "mm_projector": modeling.PatchMergerMLP(modeling.ProjectorConfig(vision)),
     }.items():
         tensors |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file, {"format": "pt"})
-    published["text_config"] |= {"model_type": "kimi_k2"}
-    published |= {
+
+
+def write_kimi_k25_config(folder: Path, published: dict[str, Any]) -> dict[str, Any]:
+    """Kimi-K2.5's configuration, with the code that comes with it; returns what was written.
+
+    Args:
+        folder: of the checkpoint.
+        published: the language model's keys under ``text_config``, and the encoder's under ``vision_config``.
+    """
+    from . import kimi_k25
+
+    text, vision = published["text_config"], published["vision_config"]
+    written = {
+        **published,
+        "text_config": {**text, "model_type": "kimi_k2"},
+        "vision_config": {**vision, "text_hidden_size": text["hidden_size"]},
         "architectures": ["KimiK25ForConditionalGeneration"],
         "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
         "dtype": "bfloat16",
         # Of the vocabulary here.
         "media_placeholder_token_id": 3,
     }
-    (folder / "config.json").write_text(json.dumps(published))
-    for module in (configuration, modeling):
-        shutil.copy(str(module.__file__), folder)
+    (folder / "config.json").write_text(json.dumps(written))
+    for module in Path(kimi_k25.__path__[0]).glob("*_kimi_k25.py"):
+        shutil.copy(module, folder)
+    return written
 
 
 def quantize_experts(folder: Path, scale_rule: str = RefitConfig.int4_scale) -> None:

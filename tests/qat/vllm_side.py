@@ -26,6 +26,9 @@ def digests_of(model: torch.nn.Module) -> dict[str, str]:
 
 def loaded_digests(path: str) -> dict[str, str]:
     """:func:`digests_of` the model that vLLM itself loads from a checkpoint, on one rank."""
+    # As in the engine's worker: from 0.26 on vLLM has NVFP4 on CPUs by what the extension registers.
+    import rlrefit.workers.engines.vllm.extension  # noqa: F401
+
     return digests_of(_loaded(path, 0, 1)[0])
 
 

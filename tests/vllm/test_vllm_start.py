@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,6 +41,15 @@ from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
+
+
+def test_processes_of_the_tests_in_which_rays_workers_may_run_begin_without_ray():
+    # Or the workers would not know their job, and end as they start.
+    assert not run_alone(has_ray, environment={}, made_by=vllm_processes)
+
+
+def has_ray() -> bool:
+    return "ray" in sys.modules
 
 
 def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():

@@ -269,23 +269,28 @@ class ShortOfMemory:
     differing: dict[str, list[str]]
 
 
-def refit_int4_but(
-    rank: int, cases: list[Fp8Case], cut: Fp8Case, short: Fp8Case
-) -> tuple[list[Fp8Result], str, ShortOfMemory]:
-    """As :func:`refit_fp8`; with which error an engine ends whose experts' shards cut groups; and one that has too little memory."""
-    from rlrefit.workers.engines.vllm.destination import VllmDestination
-
+def refit_int4_and_short_of_memory(
+    rank: int, cases: list[Fp8Case], short: Fp8Case
+) -> tuple[list[Fp8Result], ShortOfMemory]:
+    """As :func:`refit_fp8`, and an engine that has too little memory."""
     results = refit_fp8(rank, cases)
     with groups_of(rank, short.served):
         choose_int4_kernel(short.kernel)
-        found = _short_of_memory(short)
+        return results, _short_of_memory(short)
+
+
+def refit_int4_and_cut(rank: int, cases: list[Fp8Case], cut: Fp8Case) -> tuple[list[Fp8Result], str]:
+    """As :func:`refit_fp8`, and with which error an engine ends whose experts' shards cut groups; empty if with none."""
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+    results = refit_fp8(rank, cases)
     with groups_of(rank, cut.served):
         choose_int4_kernel(cut.kernel)
         try:
             VllmDestination(*loaded(cut.served), torch.device("cpu"))
         except (RefitError, ValueError) as error:
-            return results, f"{type(error).__name__}: {error}", found
-    return results, "", found
+            return results, f"{type(error).__name__}: {error}"
+    return results, ""
 
 
 def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Result]:
@@ -313,18 +318,13 @@ def _post_load_functions(case: Fp8Case) -> Iterator[None]:
         layer.weight.data.copy_(layer.weight.data.flip(0))
         layer.input_scale = None
 
+    own = fp8.Fp8MoEMethod.process_weights_after_loading
+
     def experts(self: Any, layer: torch.nn.Module) -> None:
         layer.w2_weight.data.copy_(layer.w2_weight.data.flip(1))
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         if self.moe_kernel is None:
-            self.moe_kernel = fp8.make_fp8_moe_kernel(
-                moe_quant_config=self.moe_quant_config,
-                moe_config=self.moe,
-                fp8_backend=self.fp8_backend,
-                experts_cls=self.experts_cls,
-                routing_tables=layer._maybe_init_expert_routing_tables(),
-                shared_experts=layer.shared_experts,
-            )
+            own(self, layer)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
     with ExitStack() as stack:
         if case.replaced:

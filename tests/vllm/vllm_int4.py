@@ -36,7 +36,7 @@ def choose_int4_kernel(kernel: str) -> None:
     _choose_experts(marlin=kernel != CPU)
     modules = [marlin.__module__, f"{_EXPERTS}.compressed_tensors_moe_wna16_marlin"]
     # vLLM 0.32 has one method for experts, and no such memory.
-    for module in map(import_module, modules[: 1 if _has_one_method() else 2]):
+    for module in map(import_module, modules[: 1 if has_one_method_of_experts() else 2]):
         if hasattr(module, "marlin_make_workspace_new"):
             module.marlin_make_workspace_new = lambda *_: torch.zeros(4, dtype=torch.int)
 
@@ -45,15 +45,18 @@ def _choose_experts(marlin: bool) -> None:
     chooser = import_module(f"{_EXPERTS}.compressed_tensors_moe")
     if hasattr(chooser, "check_moe_marlin_supports_layer"):
         chooser.check_moe_marlin_supports_layer = lambda *_, **more: marlin
-    method = import_module(f"{_EXPERTS}.compressed_tensors_moe_wna16{'' if _has_one_method() else '_marlin'}")
+    method = import_module(
+        f"{_EXPERTS}.compressed_tensors_moe_wna16{'' if has_one_method_of_experts() else '_marlin'}"
+    )
     if hasattr(method, "select_wna16_moe_backend"):
         backends = import_module("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
         # Of 0.26 the method for Triton is another one.
-        chosen = backends.WNA16MoEBackend["MARLIN" if marlin or not _has_one_method() else "TRITON"]
+        chosen = backends.WNA16MoEBackend["MARLIN" if marlin or not has_one_method_of_experts() else "TRITON"]
         method.select_wna16_moe_backend = lambda **_: (chosen, backends.backend_to_kernel_cls(chosen)[0])
 
 
-def _has_one_method() -> bool:
+def has_one_method_of_experts() -> bool:
+    """Whether this vLLM has one method for the experts of all kernels, as 0.32, which loads them in the checkpoint's order: Triton's too."""
     return find_spec(f"{_EXPERTS}.compressed_tensors_moe_wna16_marlin") is None
 
 

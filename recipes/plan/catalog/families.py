@@ -14,7 +14,7 @@ import torch
 from .attention_units import NormOverHeads, QueryKeyValue
 from .expert_units import Experts, JoinedExperts, StackedExperts
 from .gemma4 import gemma4_text
-from .image_encoders import gemma3_encoder, qwen2_5_encoder, qwen3_encoder
+from .image_encoders import gemma3_encoder, kimi_encoder, qwen2_5_encoder, qwen3_encoder
 from .nemotron_h import nemotron_h
 from .qwen3_next import qwen3_5, qwen3_next
 from .sections import (
@@ -237,10 +237,21 @@ def _latent_attention(config: Config, *, fused_norms: bool = True) -> tuple[Unit
     )
 
 
-def _deepseek_v3(config: Config) -> Architecture:
+def _deepseek_v3(config: Config, **names: str) -> Architecture:
+    """``names``: of :func:`decoder`, where the model is a part of a larger one."""
     if config.get("moe_layer_freq", 1) != 1:
         raise CatalogError("only moe_layer_freq 1 is known to Megatron-Bridge's mappings of DeepSeek-V3")
-    return _experts_after_dense_layers(config, _latent_attention(config))
+    return _experts_after_dense_layers(config, _latent_attention(config), **names)
+
+
+def _kimi_k25(config: Config) -> Architecture:
+    """Kimi-K2 beside an image encoder."""
+    text = language_model(config)
+    if text.get("num_nextn_predict_layers"):
+        raise CatalogError("a Kimi-K2.5 model with prediction layers is not in the catalogue")
+    inside = "language_model."
+    own = _deepseek_v3(text, hf=f"{inside}model.", head=inside, inside=inside)
+    return _with_encoder(own, kimi_encoder(config["vision_config"], text["hidden_size"]))
 
 
 def _glm4_moe(config: Config) -> Architecture:
@@ -339,11 +350,12 @@ def _experts_after_dense_layers(
     bias: str = "e_score_correction_bias",
     embedding: str = "embed_tokens",
     copies: bool = False,
+    **names: str,
 ) -> Architecture:
     """Dense layers first, then such with a shared expert beside the others, then those of multi-token prediction.
 
     ``gen_fp32``: vLLM has routers in FP32. ``bias``: of routers, in the checkpoint. ``copies``: the prediction layer has the
-    embedding and the head once more.
+    embedding and the head once more. ``names``: of :func:`decoder`.
     """
     hidden, experts = config["hidden_size"], config["n_routed_experts"]
     inner = config["moe_intermediate_size"]
@@ -360,7 +372,12 @@ def _experts_after_dense_layers(
     count, first = config["num_hidden_layers"], config["first_k_dense_replace"]
     layers = [dense] * min(first, count) + [sparse] * max(0, count - first)
     sections = decoder(
-        config, layers, embedding=embedding, vllm_embedding=embedding, copied_to=count if copies else None
+        config,
+        layers,
+        embedding=embedding,
+        vllm_embedding=embedding,
+        copied_to=count if copies else None,
+        **names,
     )
     for i in range(config.get("num_nextn_predict_layers") or 0):
         sections += _prediction_layer(sections[0].units, sparse, hidden, count + i, i)
@@ -451,6 +468,7 @@ _FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "qwen3_5_moe_text": qwen3_5,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "kimi_k25": _kimi_k25,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "glm_moe_dsa": _glm_moe_dsa,

@@ -1,6 +1,6 @@
 """Image encoders beside a language model: all on the trainer's first pipeline stage, and on every stage of vLLM.
 
-Qwen3's are Megatron's own layers, cut by TP as vLLM cuts them. Those of Qwen2.5-VL and Gemma 3 are transformers' modules
+Qwen3's are Megatron's own layers, cut by TP as vLLM cuts them. Those of Qwen2.5-VL, Gemma 3 and Kimi-K2.5 are transformers' modules
 inside of Megatron's model, whole on every rank, and vLLM cuts them.
 """
 
@@ -143,6 +143,40 @@ def gemma3_encoder(vision: Config, hidden: int) -> list[Section]:
     ]
 
 
+def kimi_encoder(vision: Config, hidden: int) -> list[Section]:
+    """MoonViT and the projection to the language model's ``hidden`` size, of Kimi-K2.5."""
+    # Keys of the encoder may begin with "vt_", as the width that SGLang reads; vLLM reads them without.
+    own = {**vision, **{key[3:]: value for key, value in vision.items() if key.startswith("vt_")}}
+    width, inner, patch = own["hidden_size"], own["intermediate_size"], own["patch_size"]
+    height, breadth = own["merge_kernel_size"]
+    merged = width * height * breadth
+    block = (
+        *_layer_norm("norm0", "", width),
+        *_layer_norm("norm1", "", width),
+        *_linear("mlp.fc0", "", (inner, width), 0),
+        *_linear("mlp.fc1", "", (width, inner), 1),
+        *_attention(own, "", "wqkv", ""),
+        *_linear("wo", "", (width, width), 1),
+    )
+    positions = "patch_embed.pos_emb.weight"
+    places = (own["init_pos_emb_height"], own["init_pos_emb_width"], width)
+    around = (
+        *_linear("patch_embed.proj", "", (width, 3, patch, patch), None),
+        Matrix(positions, "", positions, places),
+        *_layer_norm("encoder.final_layernorm", "", width),
+    )
+    projector = (
+        *_layer_norm("pre_norm", "", width),
+        *_linear("proj.0", "", (merged, merged), None, vllm="linear_1"),
+        *_linear("proj.2", "", (hidden, merged), None, vllm="linear_2"),
+    )
+    return [
+        _section("vision_tower.", "vision_tower.", "vision_tower.", _uncut(around)),
+        *_alike("vision_tower.encoder.blocks.", own["num_hidden_layers"], _uncut(block)),
+        _section("mm_projector.", "mm_projector.", "mm_projector.", _uncut(projector)),
+    ]
+
+
 @dataclass(frozen=True)
 class _Turned:
     """A matrix that Megatron has the other way round, cut by TP along its own first dimension, and vLLM as it is, whole."""
@@ -209,12 +243,15 @@ def _layer_norm(hf: str, megatron: str, size: int) -> tuple[Matrix, Matrix]:
     return scale, bias
 
 
-def _linear(hf: str, megatron: str, shape: tuple[int, ...], dim: int | None) -> tuple[Matrix, Matrix]:
-    """A weight that TP cuts along ``dim``, and its bias, which it cuts with the rows alone."""
+def _linear(
+    hf: str, megatron: str, shape: tuple[int, ...], dim: int | None, vllm: str = ""
+) -> tuple[Matrix, Matrix]:
+    """A weight that TP cuts along ``dim``, and its bias, which it cuts with the rows alone; ``vllm``: if it is not ``hf`` there."""
     weight, bias = f"{hf}.weight", f"{hf}.bias"
+    served = vllm or hf
     return (
-        Matrix(weight, f"{megatron}.weight", weight, shape, dim),
-        Matrix(bias, f"{megatron}.bias", bias, shape[:1], 0 if dim == 0 else None),
+        Matrix(weight, f"{megatron}.weight", f"{served}.weight", shape, dim),
+        Matrix(bias, f"{megatron}.bias", f"{served}.bias", shape[:1], 0 if dim == 0 else None),
     )
 
 

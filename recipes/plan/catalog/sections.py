@@ -180,6 +180,7 @@ def decoder(
     layers: list[tuple[Unit, ...]],
     *,
     hf: str = "model.",
+    head: str = "",
     inside: str = "",
     embedding: str = "embed_tokens",
     last_norm: str = "norm",
@@ -191,6 +192,7 @@ def decoder(
 ) -> list[Section]:
     """The sections around the layers, and the layers.
 
+    ``head``: what stands before the name of the head in the checkpoint.
     ``inside``: what stands before Megatron's and vLLM's names, where the language model is a part of a larger one.
     ``on_every_stage``: vLLM's model holds embedding, last norm and head on all pipeline stages, used or not.
     ``copied_to``: number of the prediction layer beside which Bridge exports the embedding and the head once more.
@@ -204,13 +206,13 @@ def decoder(
     embed = Vocabulary(
         f"{embedding}.weight", words, f"{vllm_embedding}.weight", rows, hidden, padding=padding
     )
-    head = Vocabulary("lm_head.weight", output, "lm_head.weight", rows, hidden)
+    last = Vocabulary("lm_head.weight", output, "lm_head.weight", rows, hidden)
     if copied_to is not None:
         told = "made of {} by Bridge's export, and no part of {}"
         copies = (f"layers.{copied_to}.embed_tokens.weight",)
         embed = replace(embed, copies=copies, copied=told.format(f"{hf}{embed.hf}", words))
         copies = (f"{hf}layers.{copied_to}.shared_head.head.weight",)
-        head = replace(head, copies=copies, copied=told.format(head.hf, output))
+        last = replace(last, copies=copies, copied=told.format(last.hf, output))
     model = f"{inside}model."
     sections = [Section(hf, inside, model, (embed,), "first", first)]
     sections += [
@@ -226,5 +228,5 @@ def decoder(
         if not on_every_stage:
             sections.append(Section(hf, inside, model, (embed,), None, "last", second=True))
     else:
-        sections.append(Section("", inside, inside, (head,), "last", final))
+        sections.append(Section(head, inside, inside, (last,), "last", final))
     return sections

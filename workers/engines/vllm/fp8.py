@@ -1,6 +1,6 @@
 """Modules of a vLLM model that hold weights in FP8 blocks: their format, and what vLLM does with them after loading.
 
-This was read in vLLM 0.21. Its method for FP8 checkpoints (``quantization/fp8.py``) leaves block-quantized weights and
+This was read in vLLM 0.21, 0.26 and 0.32. Their method for FP8 checkpoints (``quantization/fp8.py``) leaves block-quantized weights and
 scales as they were loaded. What happens then depends on the kernel of the module:
 
 - Linear layers. The base class of the block kernels makes new parameters of both (``process_fp8_weight_block_strategy``).
