@@ -12,6 +12,7 @@ import pytest
 
 from tests import vllm_cpu
 from tests.ahead import FoundAhead
+from tests.garbage import collect_rarely
 from tests.limits import Limits
 
 # Until all modules are there: what they make as they load stays.
@@ -75,8 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All modules are there for good: a million objects that the collector need not walk through again and again."""
-    gc.freeze()
-    gc.enable()
+    collect_rarely()
 
 
 def _is_done_ahead(item: pytest.Item) -> bool:
