@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.control import client, open_rendezvous
+from rlrefit.integration.control import server as rendezvous_server
 from rlrefit.integration.layout import Axes, Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.session import RefitSession, ServingState
@@ -291,7 +293,12 @@ def run_world(
             return error
 
     try:
-        with ThreadPoolExecutor(len(endpoints)) as pool:
+        # Ranks share the interpreter, and what looks for an answer without a pause keeps all others from it.
+        with (
+            mock.patch.object(client, "SPIN_S", 0.0),
+            mock.patch.object(rendezvous_server, "SPIN_S", 0.0),
+            ThreadPoolExecutor(len(endpoints)) as pool,
+        ):
             return list(pool.map(run, range(len(endpoints))))
     finally:
         server.close()
