@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
-# Of objects more than were freed, and of collections of one generation for one of the next. By Python's own, at 700, a tenth of the
-# suite's time is the collector's: it goes again and again through models that are being built.
+# Of objects more than were freed, and of collections of one generation for one of the next. By Python's own, 700 of the former, a
+# thirtieth of the suite's time is the collector's: it goes again and again through models that are being built.
 _RARELY = (50_000, 10, 10)
 
 
