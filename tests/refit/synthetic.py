@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -22,8 +24,17 @@ Layout = dict[str, list[Box]]
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+_one_at_a_time = threading.Lock()
+
+
 def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
-    """The whole weight at a version: any two elements or versions differ wherever the dtype can tell."""
+    """The whole weight at a version: any two elements or versions differ wherever the dtype can tell. Nobody may write to it."""
+    with _one_at_a_time:  # ranks are threads, and would all make it at once
+        return _value_of(spec, version)
+
+
+@lru_cache(maxsize=64)
+def _value_of(spec: TensorSpec, version: int) -> torch.Tensor:
     seed = sum(ord(c) for c in spec.name) * 1009 + version
     generator = torch.Generator().manual_seed(seed)
     drawn = spec.dtype if spec.dtype.is_complex else torch.float32
@@ -78,7 +89,7 @@ class SyntheticSource:
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
-            yield name, value_of(self._by_name[name], self.version).to(self.device)
+            yield name, value_of(self._by_name[name], self.version).to(self.device, copy=True)
 
     def storage_key(self) -> Hashable:
         return self._look.key(self._held.values())
