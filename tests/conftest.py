@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tests import vllm_cpu
 from tests.ahead import FoundAhead
+from tests.garbage import collect_rarely
 from tests.limits import Limits
 
 # Until all modules are there: what they make as they load stays.
@@ -46,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Limits())
+    # Inherited by all that tests start: no thread that wakes takes the core of one that runs. Else the thread that reads gloo's sockets
+    # takes it from a thread that holds one of them, and looks again and again: a quarter of the time of ranks on few cores. Sandboxes
+    # may know no such policy.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     cpu = config.getoption("--vllm-cpu")
     os.environ[vllm_cpu.VARIABLE] = cpu
     # Others are played in processes of their own.
@@ -75,8 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All modules are there for good: a million objects that the collector need not walk through again and again."""
-    gc.freeze()
-    gc.enable()
+    collect_rarely()
 
 
 def _is_done_ahead(item: pytest.Item) -> bool:

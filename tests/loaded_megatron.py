@@ -7,7 +7,6 @@ Attributes:
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from importlib import import_module
@@ -16,6 +15,7 @@ import torch
 
 import tests.gloo  # noqa: F401
 from rlrefit.workers.trainers.megatron import cpu_standins
+from tests.garbage import collect_rarely
 
 FACTORIES, METHODS = (torch.zeros, torch.tensor), (torch.Tensor.type, torch.Tensor.cuda)
 ANNOUNCED: list[str] = []
@@ -50,6 +50,4 @@ for _module in (
     "workers.trainers.qat.mixin",
 ):
     import_module(f"rlrefit.{_module}")
-# What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
-gc.freeze()
-gc.enable()
+collect_rarely()

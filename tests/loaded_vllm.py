@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from importlib import import_module
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import tests.gloo  # noqa: F401
 from rlrefit.workers.engines.vllm import patches
 from tests import vllm_cpu
+from tests.garbage import collect_rarely
 from tests.vllm_processes import forked_engines
 
 vllm_cpu.play(vllm_cpu.chosen())
@@ -60,6 +60,4 @@ _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
 # have a watch of their own.
 patches._watching.set()
-# As in tests.loaded_megatron.
-gc.freeze()
-gc.enable()
+collect_rarely()

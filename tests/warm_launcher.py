@@ -28,6 +28,7 @@ from multiprocessing import forkserver, process, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.garbage import collect_rarely
 from tests.servers import Process
 
 _WORKER, _SETUP = "default_worker.py", "setup_worker.py"
@@ -104,8 +105,7 @@ def _serve_workers(listener: socket.socket) -> None:
     gc.disable()
     for name in _program[1]:
         import_module(name)
-    gc.freeze()  # as in tests.loaded_megatron
-    gc.enable()
+    collect_rarely()
     _fork(listener)
 
 

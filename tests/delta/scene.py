@@ -39,11 +39,21 @@ def value(spec: TensorSpec, share: float, version: int) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def _value(spec: TensorSpec, share: float, version: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(len(spec.name))
-    bits = torch.randint(0, 50, spec.shape, generator=generator)
-    for _ in range(version):
-        bits += torch.rand(spec.shape, generator=generator) < share
-    return (bits / 8).to(spec.dtype)
+    return (_eighths(spec, share, version)[0] / 8).to(spec.dtype)
+
+
+@lru_cache(maxsize=32)
+def _eighths(spec: TensorSpec, share: float, version: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`value` has of an eighth, and the generator's state for the version after it."""
+    generator = torch.Generator()
+    if version == 0:
+        generator.manual_seed(len(spec.name))
+        eighths = torch.randint(0, 50, spec.shape, generator=generator)
+    else:
+        before, state = _eighths(spec, share, version - 1)
+        generator.set_state(state)
+        eighths = before + (torch.rand(spec.shape, generator=generator) < share)
+    return eighths, generator.get_state()
 
 
 class Source(SyntheticSource):

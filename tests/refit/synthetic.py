@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.control import client, open_rendezvous
+from rlrefit.integration.control import server as rendezvous_server
 from rlrefit.integration.layout import Axes, Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.session import RefitSession, ServingState
@@ -20,8 +24,17 @@ Layout = dict[str, list[Box]]
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+_one_at_a_time = threading.Lock()
+
+
 def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
-    """The whole weight at a version: any two elements or versions differ wherever the dtype can tell."""
+    """The whole weight at a version: any two elements or versions differ wherever the dtype can tell. Nobody may write to it."""
+    with _one_at_a_time:  # ranks are threads, and would all make it at once
+        return _value_of(spec, version)
+
+
+@lru_cache(maxsize=64)
+def _value_of(spec: TensorSpec, version: int) -> torch.Tensor:
     seed = sum(ord(c) for c in spec.name) * 1009 + version
     generator = torch.Generator().manual_seed(seed)
     drawn = spec.dtype if spec.dtype.is_complex else torch.float32
@@ -76,7 +89,7 @@ class SyntheticSource:
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
-            yield name, value_of(self._by_name[name], self.version).to(self.device)
+            yield name, value_of(self._by_name[name], self.version).to(self.device, copy=True)
 
     def storage_key(self) -> Hashable:
         return self._look.key(self._held.values())
@@ -291,7 +304,12 @@ def run_world(
             return error
 
     try:
-        with ThreadPoolExecutor(len(endpoints)) as pool:
+        # Ranks share the interpreter, and what looks for an answer without a pause keeps all others from it.
+        with (
+            mock.patch.object(client, "SPIN_S", 0.0),
+            mock.patch.object(rendezvous_server, "SPIN_S", 0.0),
+            ThreadPoolExecutor(len(endpoints)) as pool,
+        ):
             return list(pool.map(run, range(len(endpoints))))
     finally:
         server.close()
