@@ -280,6 +280,23 @@ def test_an_engine_that_holds_other_layers_in_int4_than_are_trained_so_is_refuse
     assert error.value.parameter == odd
 
 
+@pytest.mark.parametrize("config", [CONFIG, QATConfig()], ids=["int4", "nvfp4"])
+def test_the_plain_mixin_sends_no_model_that_is_trained_quantized_to_an_engine_that_is_not(
+    config: QATConfig, checkpoints: Callable[[str], Path]
+) -> None:
+    class Worker(FSDPRefitMixin):
+        model = _model(checkpoints("qwen3"))
+        refit_config = replace(REFIT, trainer_quantize_int4=False)
+        refit_dtype = BF16
+
+    unquantized = _engine(FSDPSource(Worker.model, BF16), {})
+    assert _joined(Worker(), unquantized, Worker.refit_config)["bulk"]
+    qat = quantize_module(Worker.model, config)
+    with pytest.raises(RefitMismatch) as error:
+        _joined(Worker(), unquantized, Worker.refit_config)
+    assert error.value.parameter == min(qat.weights)
+
+
 def test_a_refit_by_which_the_engine_would_get_other_weights_is_refused(
     checkpoints: Callable[[str], Path],
 ) -> None:

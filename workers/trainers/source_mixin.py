@@ -14,12 +14,13 @@ import torch.distributed as dist
 from ...integration.config import RefitConfig
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.control.channel import refusals_told
-from ...integration.errors import RefitError, end_all
+from ...integration.errors import RefitError, RefitMismatch, end_all
 from ...integration.session import RefitSession
-from ...integration.weights.endpoints import WeightSource
+from ...integration.weights.endpoints import WeightSource, sent_formats, trained_formats
 from ..kv_scales.calibration import AmaxRecorder, Record
 from ..kv_scales.endpoints import KvScaleSource
 from .drafted import DraftedSource
+from .qat.config import require_as_trained
 
 
 class SourceRefitMixin:
@@ -127,18 +128,27 @@ class SourceRefitMixin:
             ``{"bulk": …, "misc": …, "unused": …}`` numbers of weights, and ``"misc_reasons"``.
 
         Raises:
-            RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
+            RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then. The first also where the model is trained
+                quantized (:mod:`.qat`), and engines would get other layers so, in other groups, or scales by another rule.
         """
         self._close_session()
-        self._refit_session = RefitSession.open(
+        session = RefitSession.open(
             Rendezvous.from_json(rendezvous),
             rank,
             self._prepared_source,
             self.refit_config,
             engine=engine,
         )
-        self._refit_session_of = self._refit_source_of
-        return describe_manifest(self._refit_session)
+        if trained := trained_formats(self._refit_source):
+            try:
+                require_as_trained(
+                    {**session.engine.planned.formats, **sent_formats(self._refit_source)}, trained, rank
+                )
+            except RefitMismatch:
+                session.close()
+                raise
+        self._refit_session, self._refit_session_of = session, self._refit_source_of
+        return describe_manifest(session)
 
     def init_per_pp_refit_comm_group(
         self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"

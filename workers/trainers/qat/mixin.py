@@ -16,12 +16,9 @@ the same format, as :func:`.checkpoint.write_checkpoint` writes it. In INT4 ``re
 
 from __future__ import annotations
 
-from typing import Any
-
-from ....integration.errors import RefitError, RefitMismatch
+from ....integration.errors import RefitError
 from ....integration.weights.endpoints import WeightSource
 from ..source_mixin import SourceRefitMixin
-from .config import require_as_trained
 from .model import QAT
 from .source import PackedSource
 
@@ -55,20 +52,3 @@ class QATRefitMixin(SourceRefitMixin):
             )
         self.qat.require_as_quantized()
         return super()._make_refit_source()
-
-    def join_refit(self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer") -> dict[str, Any]:
-        """As :meth:`SourceRefitMixin.join_refit`.
-
-        Raises:
-            RefitMismatch: engines hold other layers in INT4 than those that are trained so, or in other groups, or get scales by another
-                rule; nothing was written.
-        """
-        told = super().join_refit(rendezvous, rank, engine)
-        assert self._refit_session is not None
-        if not self.qat.config.format.has_global_scale:
-            try:
-                require_as_trained(self._refit_session.engine.planned.formats, self.qat.formats, rank)
-            except RefitMismatch:
-                self._close_session()
-                raise
-        return told
