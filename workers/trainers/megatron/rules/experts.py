@@ -8,7 +8,7 @@ from typing import Any
 
 from .....integration.layout import Axes, Fragment
 from .pieces import Refused, Run, lay, one_name
-from .plain import column, row, whole
+from .plain import detected
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -17,7 +17,7 @@ def stacked(task: Any, exported: Shapes) -> list[Fragment]:
     """One weight of each expert, cut as its module is."""
     if task.mapping.permute_dims is not None:
         raise Refused("permuted experts: Bridge permutes after it has stacked the EP ranks' experts")
-    return [_turned(task, _in_stack(task, part), exported) for part in _parts(task)]
+    return [_turned(task, _in_stack(task, part), exported) for part in detected(task)]
 
 
 def stacked_gated(task: Any, exported: Shapes) -> list[Fragment]:
@@ -35,7 +35,7 @@ def stacked_gated(task: Any, exported: Shapes) -> list[Fragment]:
 
 def stacked_transposed(task: Any, exported: Shapes) -> list[Fragment]:
     """GPT-OSS: the transpose of each expert's weight; a bias as it is."""
-    parts = [_in_stack(task, part) for part in _parts(task)]
+    parts = [_in_stack(task, part) for part in detected(task)]
     return parts if one_name(task).endswith("_bias") else [_transposed(part) for part in parts]
 
 
@@ -62,11 +62,6 @@ def stacked_alternating(task: Any, exported: Shapes) -> list[Fragment]:
         )
         for which, part in enumerate((view[:half], view[half:]))
     ]
-
-
-def _parts(task: Any) -> list[Fragment]:
-    kind = task.mapping._detect_parallelism_type(task.megatron_module)
-    return {"column": column, "row": row, "replicated": whole}[kind](task)
 
 
 def _in_stack(task: Any, part: Fragment) -> Fragment:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .....integration.layout import Fragment, box_of
+
+# What Bridge found for a mapping, which it asks once itself. It looks for modelopt each time, and where that is not installed the rules of
+# a model take twice as long by it.
+_KINDS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 class Refused(Exception):
@@ -81,6 +86,13 @@ def evenly(length: int, size: int, what: str) -> int:
     return length // size
 
 
+def kind_of(mapping: Any, module: Any) -> str:
+    """How Bridge's ``AutoMapping`` takes a module to be parallel: ``column``, ``row`` or ``replicated``."""
+    if mapping not in _KINDS:
+        _KINDS[mapping] = mapping._detect_parallelism_type(module)
+    return _KINDS[mapping]
+
+
 def require_rows_split(task: Any) -> None:
     """The mapping joins TP ranks through a mapping of its own; that one must stack their rows.
 
@@ -91,7 +103,7 @@ def require_rows_split(task: Any) -> None:
     name = type(inner).__name__
     if task.mapping.tp_size == 1 or name == "ColumnParallelMapping":
         return
-    kind = inner._detect_parallelism_type(task.megatron_module) if name == "AutoMapping" else name
+    kind = kind_of(inner, task.megatron_module) if name == "AutoMapping" else name
     if kind != "column":
         raise Refused(f"its module is {kind}-parallel for Bridge, so TP ranks don't hold parts of its rows")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .....integration.layout import Fragment, box_of
-from .pieces import Refused, one_name, shard
+from .pieces import Refused, kind_of, one_name, shard
 
 
 def whole(task: Any) -> list[Fragment]:
@@ -24,11 +24,16 @@ def row(task: Any) -> list[Fragment]:
     return whole(task) if task.param_weight.ndim == 1 else _cut(task, 1)
 
 
+def detected(task: Any) -> list[Fragment]:
+    """Whichever of these Bridge finds by the class of the module."""
+    kind = kind_of(task.mapping, task.megatron_module)
+    return {"column": column, "row": row, "replicated": whole}[kind](task)
+
+
 def auto(task: Any) -> list[Fragment]:
-    """Whichever of these Bridge finds by the class of the module; the dimensions permuted, if it says so."""
+    """As :func:`detected`; the dimensions permuted, if Bridge says so."""
     mapping = task.mapping
-    kind = mapping._detect_parallelism_type(task.megatron_module)
-    fragments = {"column": column, "row": row, "replicated": whole}[kind](task)
+    fragments = detected(task)
     if mapping.permute_dims is None:
         return fragments
     if mapping.is_expert:
