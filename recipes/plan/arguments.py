@@ -7,6 +7,7 @@ import argparse
 from ...integration.config import DELTA_BASES
 
 DTYPES = ("bf16", "fp16", "fp32")
+# Of `rlrefit bench`, too, which has run with these.
 QUANTIZE = ("off", "fp8")
 # Ranks whose part is compiled unless more are asked for; all of them compute the same up to that part.
 _MEASURED_RANKS = 8
@@ -51,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of the weights (bf16, or the recipe's)")
     add(
         "--quantize",
-        choices=QUANTIZE,
-        help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack (off, or "
-        "the recipe's policy.refit.trainer_quantize_fp8)",
+        choices=(*QUANTIZE, "int4"),
+        help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack; int4: in INT4, in "
+        "groups of 32 or the recipe's generation.weight_group (off, or the recipe's policy.refit.trainer_quantize_fp8 or …_int4)",
     )
     add(
         "--changed",

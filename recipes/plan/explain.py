@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...integration.layout import Axes, Box
+from ...integration.quantize.formats import wire_names
 from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import ManifestEntry
 from .catalog import FsdpLayout
@@ -72,7 +73,7 @@ def _way(study: Study, entry: ManifestEntry) -> str:
     if entry.route == "misc":
         gathers = "FSDP" if isinstance(study.options.train, FsdpLayout) else "Megatron-Bridge's export"
         formats = study.options.model.formats()
-        made = formats.keys() | {name + format.scale_name_end for name, format in formats.items()}
+        made = {made for name, format in formats.items() for made in wire_names(name, format)}
         done = "gathers its weight" if entry.spec.name in made else "gathers it"
         then = ", which quantize it" if entry.spec.name in made else ""
         return (

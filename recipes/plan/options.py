@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from ...integration.config import RefitConfig
-from ...integration.quantize.formats import Fp8Blockwise
+from ...integration.quantize.formats import Fp8Blockwise, Int4
+from ...integration.quantize.int4 import GROUPS
+from ...integration.weights.manifest import dtype_name
 from ..config.engines import too_large_for
 from ..config.errors import ConfigError
 from ..config.options import empty_layouts, missing_megatron, output_problems, refit_problems
@@ -20,8 +22,10 @@ from .catalog import (
     GenLayout,
     LayoutError,
     Model,
+    QuantizedFormat,
     TrainLayout,
     open_model,
+    option_of,
     parse_gen,
     parse_train,
     violations,
@@ -46,7 +50,7 @@ class PlanOptions:
     """A dry run.
 
     Attributes:
-        model: from the catalogue; quantized, if engines hold it in blocks of FP8.
+        model: from the catalogue; quantized, if engines hold it so.
         train: layout of the trainers.
         gen: layout of the engines.
         hosts: where the ranks are.
@@ -75,8 +79,8 @@ class PlanOptions:
 
     @property
     def quantize(self) -> str:
-        """``fp8`` or ``off``."""
-        return "off" if self.model.quantize is None else "fp8"
+        """As the option of this name."""
+        return option_of(self.model.quantize)
 
 
 def read_options(arguments: argparse.Namespace) -> PlanOptions:
@@ -106,15 +110,16 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
             for name in ("model", "train", "gen")
             if getattr(arguments, name) is None
         ]
+    quantize = arguments.quantize or ("off" if recipe is None else recipe.quantize)
     try:
         if arguments.model is not None:
             own = recipe.model.dtype if recipe is not None else _DTYPES[DTYPES[0]]
             model = open_model(arguments.model, _DTYPES[arguments.dtype] if arguments.dtype else own)
         elif model is not None and arguments.dtype is not None:
             model = replace(model, dtype=_DTYPES[arguments.dtype])
-        if model is not None and _is_quantized(arguments, recipe):
-            model = replace(model, quantize=Fp8Blockwise())
-            wrong += _unquantizable(arguments, model)
+        if model is not None and quantize != "off":
+            wrong += _unquantizable(arguments, quantize, model)
+            model = replace(model, quantize=_format_of(quantize, model, recipe))
             _ = model.architecture
     except CatalogError as error:
         wrong.append(f"model: {error}")
@@ -143,11 +148,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     wrong += refit_problems(config)
     if arguments.delta_base is not None and arguments.changed is None:
         wrong.append("delta-base: has no effect without --changed; give --changed too, or leave it out")
-    if (
-        arguments.changed is not None
-        and config.delta_base == "optimizer"
-        and _is_quantized(arguments, recipe)
-    ):
+    if arguments.changed is not None and config.delta_base == "optimizer" and quantize != "off":
         wrong.append(
             "delta-base: optimizer marks weights, and codes travel, which trainers quantize; give gpu or host"
         )
@@ -211,7 +212,7 @@ def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
         "dtype": str(recipe.model.dtype).removeprefix("torch."),
         "bucket_mb": recipe.refit.bucket_mb,
         "streams": recipe.refit.streams,
-        "quantize": "fp8" if recipe.refit.trainer_quantize_fp8 else "off",
+        "quantize": recipe.quantize,
     }
     given = {name: value for name in whose if (value := getattr(arguments, name)) is not None}
     if not given:
@@ -223,19 +224,25 @@ def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
     return f"recipe {arguments.recipe}: {taken}" + (f"; still the recipe's: {kept}" if kept else "")
 
 
-def _is_quantized(arguments: argparse.Namespace, recipe: RecipePlan | None) -> bool:
-    if arguments.quantize is None:
-        return recipe is not None and recipe.refit.trainer_quantize_fp8
-    return bool(arguments.quantize == "fp8")
+def _format_of(quantize: str, model: Model, recipe: RecipePlan | None) -> QuantizedFormat:
+    if quantize == "fp8":
+        return Fp8Blockwise()
+    # FP32 is told as wrong, beside all else.
+    dtype = dtype_name(torch.bfloat16 if model.dtype == torch.float32 else model.dtype)
+    return Int4(GROUPS[0] if recipe is None else recipe.group, dtype)
 
 
-def _unquantizable(arguments: argparse.Namespace, model: Model) -> list[str]:
+def _unquantizable(arguments: argparse.Namespace, quantize: str, model: Model) -> list[str]:
     found = []
     if model.dtype == torch.float32:
-        found.append("quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
+        found.append(f"quantize: {quantize} is made of bf16 or fp16; give --dtype bf16")
     if arguments.enumerate_with_bridge:
         found.append(
-            "enumerate-with-bridge: Bridge exports what is not quantized yet; leave it or --quantize fp8 out"
+            f"enumerate-with-bridge: Bridge exports what is not quantized yet; leave it or --quantize {quantize} out"
+        )
+    if arguments.changed is not None and quantize == "int4":
+        found.append(
+            "changed: most kernels have INT4 in an order of their own, for which refits are dense; leave it or --quantize int4 out"
         )
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...integration.config import RefitConfig
+from ...integration.quantize.int4 import GROUPS
 from ..config.errors import ConfigError
 from ..config.schema import TrainConfig, TrainerConfig
 from ..config.weight_dtypes import qat_format
@@ -24,6 +25,7 @@ class RecipePlan:
         gen: its engines' layout.
         refit: its buckets and streams.
         colocated: whether each trainer rank shares its GPU with an engine's.
+        group: elements that share a scale where engines hold INT4.
     """
 
     model: Model
@@ -31,6 +33,14 @@ class RecipePlan:
     gen: GenLayout
     refit: RefitConfig
     colocated: bool = False
+    group: int = GROUPS[0]
+
+    @property
+    def quantize(self) -> str:
+        """What the trainers make as they pack, as ``--quantize`` has it."""
+        if self.refit.trainer_quantize_int4:
+            return "int4"
+        return "fp8" if self.refit.trainer_quantize_fp8 else "off"
 
 
 def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipePlan:
@@ -61,7 +71,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
 
     Raises:
         ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
-            making, or it sends an adapter alone, packed weights, MXFP8 or INT4, or all weights whole.
+            making, it trains in four bits, or it sends an adapter alone, MXFP8 or MXFP4, or all weights whole.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -104,14 +114,6 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "the same matrices"
             ],
         )
-    if generation.weight_dtype == "int4":
-        raise ConfigError(
-            config.name,
-            [
-                "generation.weight_dtype: plans are of weights in BF16 or in FP8 blocks; plan with auto and "
-                "policy.refit.trainer_quantize_int4=false, which tells the same routes but of shards that cut groups"
-            ],
-        )
     if config.policy.refit.trainer_quantize_mxfp4:
         raise ConfigError(
             config.name,
@@ -127,7 +129,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         pp=generation.pipeline_parallel,
         ep=generation.tensor_parallel if generation.shares_experts else 1,
     )
-    return RecipePlan(_model(config), train, gen, config.policy.refit, generation.colocated.enabled)
+    return RecipePlan(
+        _model(config),
+        train,
+        gen,
+        config.policy.refit,
+        generation.colocated.enabled,
+        generation.weight_group,
+    )
 
 
 def _megatron(trainer: TrainerConfig) -> TrainLayout:

@@ -12,8 +12,10 @@ from rich.table import Table
 
 from ...integration.layout import Axes, Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
+from ...integration.quantize.formats import Int4
 from ...integration.weights.manifest import dtype_name
 from ..terminal import plain_table, seconds, size
+from .catalog import QuantizedFormat
 from .explain import Explanation
 from .sparse import Sparse
 from .study import Study
@@ -33,7 +35,7 @@ def show_study(console: Console, study: Study) -> None:
     console.print(
         f"[bold]{escape(options.model.name)}[/bold]: {len(manifest):,} weights, "
         f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}"
-        f"{', linear layers in blocks of FP8' if options.model.quantize else ''}; "
+        f"{_quantized(options.model.quantize)}; "
         f"{_those(0, train)} train{'s' if train == 1 else ''}, "
         f"{_those(train, gen)} generate{'s' if gen == 1 else ''}",
         highlight=False,
@@ -114,6 +116,12 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
         ("", f"for each direction and rank; a round fills {size(study.round_bytes)}{held_longer}"),
         ("", f"ipc needs {_memory_of_checks(options.quantize)}"),
     ]
+
+
+def _quantized(format: QuantizedFormat | None) -> str:
+    if format is None:
+        return ""
+    return f", linear layers in {f'INT4 in groups of {format.group}' if isinstance(format, Int4) else 'blocks of FP8'}"
 
 
 def _memory_of_checks(quantize: str) -> str:

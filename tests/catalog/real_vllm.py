@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from tests.families.checkpoints import write_kimi_k25_config, write_ling_config
+from tests.vllm.vllm_int4 import CPU, choose_int4_kernel
 from tests.vllm_cpu import accept_experts_without_gates
 
 # Of an FP8 KV cache; where its quantization is known, they are parameters until vLLM has loaded the weights.
-_CACHE_SCALES = tuple(f"attn.{letter}_scale" for letter in ("q", "k", "v", "prob"))
+_CACHE_SCALES = tuple(f"attn.{x}_{what}" for x in ("q", "k", "v", "prob") for what in ("scale", "zero_point"))
+# Beside INT4 codes and scales, with which nothing computes.
+_BESIDE_INT4 = ("_weight_shape", ".weight_shape", "_g_idx", "_g_idx_sort_indices")
 
 
 class Group:
@@ -47,6 +50,7 @@ def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     _accept_latent_attention()
     _accept_fp8()
+    choose_int4_kernel(CPU)
     accept_experts_without_gates()
     _accept_qwen3_5_alone()
     # vLLM remembers by id() which layers a model leaves to other stages: no id may come back.
@@ -116,7 +120,9 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
     held = parameters | {name: loadable[name] for name in reached}
     return {
         "parameters": {
-            n: [list(p.shape), str(p.dtype)] for n, p in held.items() if not n.endswith(_CACHE_SCALES)
+            n: [list(p.shape), str(p.dtype)]
+            for n, p in held.items()
+            if not n.endswith((*_CACHE_SCALES, *_BESIDE_INT4))
         },
         "landings": landings,
         "misc": trace.misc_reasons,
@@ -142,14 +148,8 @@ def _config(case: dict[str, Any]) -> Any:
         else:
             made = AutoConfig.for_model(**case["config"])
             made.architectures = [case["architecture"]]
-            if case["unconverted"] is not None:
-                made.quantization_config = {
-                    "quant_method": "fp8",
-                    "fmt": "e4m3",
-                    "weight_block_size": [128, 128],
-                    "activation_scheme": "dynamic",
-                    "modules_to_not_convert": case["unconverted"],
-                }
+            if case["quantization"] is not None:
+                made.quantization_config = case["quantization"]
             made.save_pretrained(folder)
         config = EngineArgs(
             model=folder,
@@ -158,7 +158,7 @@ def _config(case: dict[str, Any]) -> Any:
             enforce_eager=True,
             dtype="bfloat16",
             max_model_len=64,
-            **({"moe_backend": "triton"} if case["unconverted"] is not None else {}),
+            **({"moe_backend": "triton"} if case["quantization"] is not None else {}),
         ).create_engine_config()
     parallel = config.parallel_config
     parallel.tensor_parallel_size = case["groups"]["tp"][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4
 from rlrefit.integration.weights.manifest import dtype_name
 from rlrefit.recipes.plan.catalog import GenLayout, Model, Param, gen_storage
+from rlrefit.recipes.rollout.arguments import int4
 from tests.ahead import FoundAhead
 from tests.vllm_processes import vllm_processes
 
@@ -79,9 +79,19 @@ _BLOCK_CASES: list[tuple[str, GenLayout, int]] = [
     ("deepseek_v3", GenLayout(tp=2), 1),
     ("deepseek_v3", GenLayout(tp=2, ep=2, pp=2), 3),
 ]
+# And in INT4.
+_INT4_CASES: list[tuple[str, GenLayout, int]] = [
+    ("llama", GenLayout(tp=2, pp=2), 3),
+    ("qwen2", GenLayout(tp=2), 1),
+    ("qwen3", GenLayout(tp=4), 2),
+    ("qwen3_moe", GenLayout(tp=4), 3),
+    ("qwen3_moe", GenLayout(tp=2, ep=2), 1),
+]
+_GROUP = 32
 _MODELS = [Model(name, CONFIGS[name]) for name, _, _ in _CASES]
 _MODELS += [Model(name, BLOCK_CONFIGS[name], quantize=Fp8Blockwise()) for name, _, _ in _BLOCK_CASES]
-_ALL = _CASES + _BLOCK_CASES
+_MODELS += [Model(name, BLOCK_CONFIGS[name], quantize=Int4(_GROUP)) for name, _, _ in _INT4_CASES]
+_ALL = _CASES + _BLOCK_CASES + _INT4_CASES
 
 
 def _label(case: tuple[str, GenLayout, int]) -> str:
@@ -108,13 +118,24 @@ def _case(model: Model, layout: GenLayout, rank: int) -> dict[str, Any]:
         },
         "expert_parallel": layout.ep > 1,
         "manifest": [[s.name, s.shape, dtype_name(s.dtype)] for s in model.specs()],
-        "unconverted": _unconverted(model.config) if model.quantize else None,
+        "quantization": _quantization(model),
     }
 
 
-def _unconverted(config: Mapping[str, Any]) -> list[str]:
-    """As published block-FP8 checkpoints have it."""
-    return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
+def _quantization(model: Model) -> dict[str, Any] | None:
+    """``quantization_config`` as published block-FP8 checkpoints have it, or as recipes set it for INT4."""
+    if model.quantize is None:
+        return None
+    if isinstance(model.quantize, Int4):
+        return int4(_GROUP)
+    routers = (f"model.layers.{i}.mlp.gate" for i in range(model.config["num_hidden_layers"]))
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head", *routers],
+    }
 
 
 def ask_vllm(folder: Path) -> list[dict[str, Any]]:
@@ -132,7 +153,13 @@ def real(found_ahead: FoundAhead) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "index", range(len(_ALL)), ids=[*map(_label, _CASES), *(f"fp8-{_label(case)}" for case in _BLOCK_CASES)]
+    "index",
+    range(len(_ALL)),
+    ids=[
+        *map(_label, _CASES),
+        *(f"fp8-{_label(case)}" for case in _BLOCK_CASES),
+        *(f"int4-{_label(case)}" for case in _INT4_CASES),
+    ],
 )
 def test_an_engine_rank_stores_what_the_catalogue_says(index: int, real: list[dict[str, Any]]) -> None:
     _, layout, rank = _ALL[index]
@@ -158,6 +185,8 @@ def _landings(param: Param) -> list[tuple[str, list[Any]]]:
     found = []
     for part in (*param.parts, *param.copies):
         view, box = storage[part.index], part.box
+        if part.turned:
+            view = view.mT
         if part.axes is not None:  # vLLM's side has no dimension split
             places = [part.axes.order.index(dim) for dim in range(len(box))]
             view, box = view.permute(places), tuple(box[place] for place in places)

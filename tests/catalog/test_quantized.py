@@ -1,4 +1,4 @@
-"""Models in blocks of FP8: trainers' holdings beside what the refit's own quantizing source makes, and refusals."""
+"""Models in blocks of FP8 and in INT4: trainers' holdings beside what the refit's own quantizing source makes, and refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4
 from rlrefit.integration.weights.endpoints import WeightSource
 from rlrefit.integration.weights.holdings import Holdings
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -21,6 +21,7 @@ from rlrefit.recipes.plan.catalog import (
     GenLayout,
     Model,
     Param,
+    QuantizedFormat,
     TrainLayout,
     all_holdings,
     exported_specs,
@@ -63,12 +64,28 @@ _CASES: list[tuple[str, dict[str, Any], TrainLayout | FsdpLayout, set[str]]] = [
     ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(tp=2), {"mlp.gate"}),
 ]
 
+# Of each down projection a rank has half a group of columns.
+_NARROW = BLOCK_CONFIGS["qwen3"] | {"intermediate_size": 64, "num_key_value_heads": 4}
+_INT4_CASES: list[tuple[str, dict[str, Any], TrainLayout | FsdpLayout, set[str]]] = [
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], TrainLayout(tp=2, ep=2), {"mlp.gate"}),
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], FsdpLayout(3), set()),
+    ("qwen3", BLOCK_CONFIGS["qwen3"], TrainLayout(tp=2, pp=2), set()),
+    ("qwen3", _NARROW, TrainLayout(tp=4), {"mlp.down_proj"}),
+]
 
-@pytest.mark.parametrize(("name", "config", "layout", "refused"), _CASES)
+
+@pytest.mark.parametrize(
+    ("format", "name", "config", "layout", "refused"),
+    [(Fp8Blockwise(), *case) for case in _CASES] + [(Int4(32), *case) for case in _INT4_CASES],
+)
 def test_trainers_hold_what_the_refits_quantizing_source_makes_and_refuses(
-    name: str, config: dict[str, Any], layout: TrainLayout | FsdpLayout, refused: set[str]
+    format: QuantizedFormat,
+    name: str,
+    config: dict[str, Any],
+    layout: TrainLayout | FsdpLayout,
+    refused: set[str],
 ) -> None:
-    model, served = Model(name, config), Model(name, config, quantize=Fp8Blockwise())
+    model, served = Model(name, config), Model(name, config, quantize=format)
     specs, travelling = exported_specs(model, layout), exported_specs(served, layout)
     positions = {spec.name: i for i, spec in enumerate(travelling)}
     gen = GenLayout(tp=2)
@@ -78,7 +95,7 @@ def test_trainers_hold_what_the_refits_quantizing_source_makes_and_refuses(
         entry.spec.name.split(".", 3)[3].split(".weight")[0] for entry in manifest if entry.route == "misc"
     }
     assert {name for name in found if "e_score" not in name} == refused
-    formats = {spec.name: Fp8Blockwise() for spec in specs if spec.name in served.formats()}
+    formats = {spec.name: format for spec in specs if spec.name in served.formats()}
     for rank, ours in enumerate(sources):
         source = _Rank(specs, train_storage(model, layout, rank))
         real = QuantizingSource(cast(WeightSource, source), formats)
@@ -104,6 +121,8 @@ def test_what_vllm_refuses_to_hold_in_blocks_is_told_with_the_layout_that_it_tak
 def test_families_that_are_not_known_in_blocks_or_under_fsdp_are_refused() -> None:
     with pytest.raises(CatalogError, match="gpt_oss model in blocks of FP8 is not in the catalogue"):
         Model("gpt_oss", CONFIGS["gpt_oss"], quantize=Fp8Blockwise()).specs()
+    with pytest.raises(CatalogError, match="deepseek_v3 model in INT4 is not in the catalogue"):
+        Model("deepseek_v3", CONFIGS["deepseek_v3"], quantize=Int4(32)).specs()
     for name in ("kimi_k2", "nemotron_h"):
         (found,) = violations(Model(name, CONFIGS[name]), FsdpLayout(2))
         assert f"how FSDP2 holds a {name} model is not in the catalogue" in found

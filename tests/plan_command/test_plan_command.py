@@ -152,11 +152,17 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     told = plan(None, "", "", *recipe, *quantized)
     assert (told.code, told.json["quantize"]) == (0, "fp8")
     assert told.json["train"].startswith("fsdp=")
-    for key, dtype in (("fp8", "mxfp8"), ("int4", "int4")):
-        asked = f"policy.refit.trainer_quantize_{key}=true", f"generation.weight_dtype={dtype}"
-        code, _, err = plan(None, "", "", *recipe[:2], *asked)
-        assert code == 2
-        assert "generation.weight_dtype: plans are of" in err
+    int4 = ("policy.refit.trainer_quantize_int4=true", "generation.weight_dtype=int4")
+    found = [
+        plan(None, "", "", *recipe, *int4, f"generation.weight_group={group}").json for group in (32, 128)
+    ]
+    assert [one["quantize"] for one in found] == ["int4"] * 2
+    # A scale of two bytes for each group of half as many bytes of codes.
+    assert found[0]["bytes"]["bulk"] > found[1]["bytes"]["bulk"]
+    mxfp8 = ("policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=mxfp8")
+    code, _, err = plan(None, "", "", *recipe[:2], *mxfp8)
+    assert code == 2
+    assert "generation.weight_dtype: plans are of" in err
     code, _, err = plan(None, "", "", *recipe[:2], "policy.nccl_xfer_refit=false")
     assert code == 2
     assert "policy.nccl_xfer_refit: false" in err
@@ -198,6 +204,10 @@ def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(plan, b
         linear = plain["bytes"]["bulk"] - embeddings
         assert quantized["bytes"]["bulk"] == pytest.approx(embeddings + linear / 2, rel=0.01)
         assert 0.5 < quantized["bound_seconds"] / plain["bound_seconds"] < 0.6
+        # Rows are cut alone, and no group: half a byte for each code, and two for each 32.
+        int4 = plan(*layouts, "int4").json
+        assert int4["bytes"]["misc"] == 0
+        assert int4["bytes"]["bulk"] == pytest.approx(embeddings + linear * (0.25 + 1 / 32), rel=0.01)
         assert quantized["predicted_seconds"] < plain["predicted_seconds"]
 
 

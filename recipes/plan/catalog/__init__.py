@@ -6,6 +6,7 @@ Pure arithmetic on configurations: no weights, no Megatron, no vLLM, no device.
 from .families import FAMILIES
 from .layouts import FsdpLayout, GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
 from .model import Model, bundled_models, bundled_name, open_model
+from .quantized import QuantizedFormat, option_of
 from .sections import CatalogError
 from .sides import (
     HoldingsOf,
@@ -29,6 +30,7 @@ __all__ = [
     "Model",
     "Param",
     "Part",
+    "QuantizedFormat",
     "TrainLayout",
     "Weight",
     "all_holdings",
@@ -38,6 +40,7 @@ __all__ = [
     "gen_holdings",
     "gen_storage",
     "open_model",
+    "option_of",
     "parse_gen",
     "parse_train",
     "train_holdings",

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from ....integration.quantize.formats import Fp8Blockwise
 from ....integration.weights.manifest import TensorSpec
 from ....integration.weights.quantizing import wire_specs
 from .families import architecture_of
-from .quantized import quantized, quantized_names
+from .quantized import QuantizedFormat, quantized, quantized_names
 from .sections import Architecture, CatalogError, Section
 from .storage import Weight
 from .units import Place
@@ -37,20 +36,20 @@ class Model:
         name: as it was asked for.
         config: of the Hugging Face configuration, what the layouts need.
         dtype: of weights that the family doesn't keep in another one.
-        quantize: blocks in which engines hold linear layers, which the trainer makes as it packs; None for none.
+        quantize: format in which engines hold linear layers, which the trainer makes as it packs; None for none.
     """
 
     name: str
     config: dict[str, Any]
     dtype: torch.dtype = torch.bfloat16
-    quantize: Fp8Blockwise | None = None
+    quantize: QuantizedFormat | None = None
 
     @cached_property
     def architecture(self) -> Architecture:
         """The model's sections.
 
         Raises:
-            CatalogError: a family that is not known, or not in blocks, or a configuration that can't be read.
+            CatalogError: a family that is not known, or not in this format, or a configuration that can't be read.
         """
         if self.quantize is None:
             return self._unquantized
@@ -77,8 +76,8 @@ class Model:
     def _unquantized(self) -> Architecture:
         return architecture_of(self.config)
 
-    def formats(self) -> dict[str, Fp8Blockwise]:
-        """The weights that engines hold in blocks."""
+    def formats(self) -> dict[str, QuantizedFormat]:
+        """The weights that engines hold quantized."""
         if self.quantize is None:
             return {}
         return dict.fromkeys(quantized_names(self.architecture), self.quantize)

@@ -1,10 +1,11 @@
-"""Models whose linear layers an engine holds in blocks of FP8, and whose trainer quantizes them as it packs them.
+"""Models whose linear layers an engine holds in blocks of FP8 or in INT4, and whose trainer quantizes them as it packs them.
 
-The engine's side is vLLM 0.21's for block-FP8 checkpoints (``quantization/fp8.py``): beside each parameter of codes, of
-the unquantized one's shape, stands one of FP32 scales, ``[n / 128, k / 128]``, of stacked experts with the experts'
-dimension before. Embeddings, output layers, norms, biases and routers stay as they are, as published block-FP8
-checkpoints have them. The trainer's side is what travels of its unquantized parameters; of a block that several parts cut, each rank
-that holds one sends the scale.
+The engine's side is vLLM 0.21's. For block-FP8 checkpoints (``quantization/fp8.py``) there is beside each parameter of codes, of the
+unquantized one's shape, one of FP32 scales, ``[n / 128, k / 128]``, of stacked experts with the experts' dimension before. For INT4
+(compressed-tensors' W4A16) codes are ``[n, k / 8]`` and scales ``[n, k / group]``, of stacked experts the other way round. Embeddings, output
+layers, norms, biases and routers stay as they are, as published block-FP8 checkpoints and recipes have them. The trainer's side is what travels
+of its unquantized parameters. Of a block of FP8 that several parts cut, each rank that holds one sends the scale; a weight of which a part cuts
+a group of INT4 takes the misc path.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 
 from ....integration.layout import Box, Fragment
 from ....integration.quantize.blocks import scale_box, scale_shape
-from ....integration.quantize.formats import Fp8Blockwise
-from ....integration.weights.quantizing import encoded_fragments
+from ....integration.quantize.formats import Fp8Blockwise, Int4
+from ....integration.weights.manifest import TensorSpec
+from ....integration.weights.quantizing import encoded_fragments, wire_specs
 from .attention_units import QueryKeyValue
 from .expert_units import Experts
 from .fsdp_units import fsdp_params
@@ -26,8 +28,19 @@ from .sections import Architecture, CatalogError, Section
 from .storage import Index, Param, Part, Weight
 from .units import ROUTER, Division, Matrix, Mesh, Place, Stacked, Unit
 
-# Families whose block-FP8 parameters the tests hold against vLLM's own.
-_QUANTIZED_FAMILIES = ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe")
+QuantizedFormat = Fp8Blockwise | Int4
+# Families whose quantized parameters the tests hold against vLLM's own, by kinds of formats.
+_QUANTIZED_FAMILIES = {
+    Fp8Blockwise.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
+    Int4.kind: ("llama", "qwen2", "qwen3", "qwen3_moe"),
+}
+
+
+def option_of(format: QuantizedFormat | None) -> str:
+    """What ``rlrefit plan`` calls it."""
+    if format is None:
+        return "off"
+    return "int4" if isinstance(format, Int4) else "fp8"
 
 
 class _BlockCut(ValueError):
@@ -36,16 +49,15 @@ class _BlockCut(ValueError):
 
 @dataclass(frozen=True)
 class Quantized:
-    """Linear layers in FP8 blocks: a unit of codes and scales around one of weights."""
+    """Quantized linear layers: a unit of codes and scales around one of weights."""
 
     unit: Unit
-    format: Fp8Blockwise
+    format: QuantizedFormat
 
     def weights(self) -> Iterator[Weight]:
         for weight in self.unit.weights():
-            yield weight._replace(dtype=torch.float8_e4m3fn)
-            shape = scale_shape(weight.shape, self.format.block)
-            yield Weight(weight.name + self.format.scale_name_end, shape, self.format.scale_dtype)
+            spec = TensorSpec(weight.name, weight.shape, weight.dtype or self.format.made_of[0])
+            yield from (Weight(made.name, made.shape, made.dtype) for made in wire_specs(spec, self.format))
 
     def train(self, place: Place) -> Iterator[Param]:
         return _travelling(self.unit.train(place), self.format)
@@ -61,8 +73,8 @@ class Quantized:
             _BlockCut: vLLM refuses them.
         """
         for param in self.unit.gen(place):
-            yield replace(param, dtype=torch.float8_e4m3fn)
-            yield _scales(param, self.format)
+            yield _stored(param, self.format, self.format.code_name_end, (1, self.format.packed))
+            yield _stored(param, self.format, self.format.scale_name_end, self.format.block)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         return self.unit.train_divisions(sizes)
@@ -74,21 +86,23 @@ class Quantized:
         """Why vLLM can't hold the unit's parameters so in one place, one sentence each."""
         for param in self.unit.gen(place):
             try:
-                _scales(param, self.format)
+                _check_blocks(param, self.format)
             except _BlockCut as cut:
                 yield str(cut)
 
 
-def quantized(architecture: Architecture, family: str, format: Fp8Blockwise) -> Architecture:
-    """The same model with the linear layers of its decoder layers in blocks.
+def quantized(architecture: Architecture, family: str, format: QuantizedFormat) -> Architecture:
+    """The same model with the linear layers of its decoder layers in a format.
 
     Raises:
-        CatalogError: how vLLM holds this family in blocks is not known.
+        CatalogError: how vLLM holds this family in it is not known.
     """
-    if family not in _QUANTIZED_FAMILIES:
+    known = _QUANTIZED_FAMILIES[format.kind]
+    if family not in known:
+        name = "INT4" if isinstance(format, Int4) else "blocks of FP8"
         raise CatalogError(
-            f"how vLLM holds a {family} model in blocks of FP8 is not in the catalogue, only "
-            f"{', '.join(_QUANTIZED_FAMILIES)}; leave --quantize fp8 out"
+            f"how vLLM holds a {family} model in {name} is not in the catalogue, only {', '.join(known)}; leave "
+            f"--quantize {option_of(format)} out"
         )
     # Layers of one kind stay one object.
     made: dict[int, tuple[Unit, ...]] = {}
@@ -104,7 +118,7 @@ def quantized(architecture: Architecture, family: str, format: Fp8Blockwise) -> 
 
 
 def quantized_names(architecture: Architecture) -> set[str]:
-    """Hugging Face names of the weights that stand in blocks."""
+    """Hugging Face names of the weights that are quantized."""
     return {
         section.hf + weight.name
         for section in architecture.sections
@@ -114,7 +128,7 @@ def quantized_names(architecture: Architecture) -> set[str]:
     }
 
 
-def _quantized(unit: Unit, format: Fp8Blockwise) -> Unit:
+def _quantized(unit: Unit, format: QuantizedFormat) -> Unit:
     match unit:
         case Matrix():
             linear = len(unit.shape) == 2 and unit.train_refused != ROUTER
@@ -125,36 +139,40 @@ def _quantized(unit: Unit, format: Fp8Blockwise) -> Unit:
     return Quantized(unit, format) if linear else unit
 
 
-def _travelling(params: Iterable[Param], format: Fp8Blockwise) -> Iterator[Param]:
+def _travelling(params: Iterable[Param], format: QuantizedFormat) -> Iterator[Param]:
     """Codes and scales of a trainer's parameters; ``index`` is still that of the parameter which they are made of."""
     sent: dict[str, list[Box]] = defaultdict(list)
     for param in params:
         codes: list[Part] = []
         scales: list[Part] = []
+        refused = dict.fromkeys(param.refused)
+        reason = param.reason
         for part in param.parts:
             view = torch.empty([stop - start for start, stop in part.box], dtype=param.dtype, device="meta")
             fragment = Fragment(part.name, part.full_shape, part.box, view)
             made = encoded_fragments(fragment, format, view.device, sent[part.name])
-            assert not isinstance(made, str), "of blocks of FP8 parts can be made, whatever they cut"
+            if isinstance(made, str):
+                refused[part.name], reason = None, made
+                continue
             own, *beside = (Part(one.name, one.full_shape, one.box, part.index) for one in made)
             codes.append(own)
             scales += beside
             sent[part.name] += [one.box for one in beside]
         for parts, suffix, dtype in (
-            (codes, "", torch.float8_e4m3fn),
+            (codes, format.code_name_end, format.code_dtype),
             (scales, format.scale_name_end, format.scale_dtype),
         ):
-            names = tuple(name + suffix for name in param.refused)
-            yield replace(param, name=param.name + suffix, dtype=dtype, parts=tuple(parts), refused=names)
+            names = tuple(name + suffix for name in refused)
+            made_of = replace(param, name=param.name + suffix, dtype=dtype, parts=tuple(parts))
+            yield replace(made_of, refused=names, reason=reason)
 
 
-def _scales(param: Param, format: Fp8Blockwise) -> Param:
-    """The parameter of scales that vLLM keeps beside ``param``.
+def _check_blocks(param: Param, format: QuantizedFormat) -> None:
+    """Check that each part of a parameter of unquantized weights is of whole blocks.
 
     Raises:
-        _BlockCut: a part of ``param`` cuts a block, which vLLM refuses to build.
+        _BlockCut: one cuts a block, which vLLM refuses to build, or refits to write.
     """
-    parts = []
     for part in param.parts:
         within = part.index[-2:]
         for (start, stop), n, place, b in zip(part.box, part.full_shape, within, format.block, strict=True):
@@ -164,25 +182,34 @@ def _scales(param: Param, format: Fp8Blockwise) -> Param:
                     f"vLLM holds {param.name} in blocks of {' by '.join(map(str, format.block))} only where each of its "
                     f"parts is a multiple of them, and of the {n} of {part.name} it would have {stop - start}"
                 )
-        index: Index = (*part.index[:-2], *(_blocks(s, b) for s, b in zip(within, format.block, strict=True)))
-        parts.append(
-            Part(
-                part.name + format.scale_name_end,
-                scale_shape(part.full_shape, format.block),
-                scale_box(part.box, format.block),
-                index,
-            )
-        )
+
+
+def _stored(param: Param, format: QuantizedFormat, suffix: str, block: tuple[int, int]) -> Param:
+    """vLLM's parameter of codes or scales in the place of ``param``, an element for each ``block`` of rows and columns.
+
+    Raises:
+        _BlockCut: as :func:`_check_blocks`.
+    """
+    _check_blocks(param, format)
+    # vLLM has INT4 experts the other way round.
+    turned = isinstance(format, Int4) and len(param.shape) == 3
+    parts = []
+    for part in param.parts:
+        rows, columns = (_blocks(place, b) for place, b in zip(part.index[-2:], block, strict=True))
+        index: Index = (*part.index[:-2], *((columns, rows) if turned else (rows, columns)))
+        full, box = scale_shape(part.full_shape, block), scale_box(part.box, block)
+        parts.append(Part(part.name + suffix, full, box, index, turned=turned))
+    height, width = scale_shape(param.shape, block)[-2:]
     return Param(
-        param.name + format.scale_name_end,
-        scale_shape(param.shape, format.block),
-        format.scale_dtype,
+        param.name + suffix,
+        (*param.shape[:-2], *((width, height) if turned else (height, width))),
+        format.code_dtype if suffix == format.code_name_end else format.scale_dtype,
         tuple(parts),
-        tuple(name + format.scale_name_end for name in param.refused),
+        tuple(name + suffix for name in param.refused),
         param.reason,
     )
 
 
-def _blocks(place: int | slice, block: int) -> slice:
+def _blocks(place: int | slice | None, block: int) -> slice:
     assert isinstance(place, slice), "matrices stand in the last two dimensions of their parameter"
     return slice(place.start // block, -(-place.stop // block))

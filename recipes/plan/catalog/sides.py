@@ -17,7 +17,7 @@ from ....integration.weights.manifest import TensorSpec
 from .fsdp_units import FSDP_FAMILIES, fsdp_params
 from .layouts import FsdpLayout, GenCoordinates, GenLayout, LayoutError, TrainCoordinates, TrainLayout
 from .model import Model
-from .quantized import Quantized
+from .quantized import Quantized, option_of
 from .sections import Section, Stage
 from .storage import Param
 from .units import Mesh, Place, Shard, Unit
@@ -69,7 +69,7 @@ def violations(model: Model, layout: Layout) -> list[str]:
         place = _place(model, layout, at)
         cuts = [cut for unit in units if isinstance(unit, Quantized) for cut in unit.cuts(place)]
         found += [
-            f"gen: {cut}; give another tp (or, for experts, ep = tp), or leave --quantize fp8 out"
+            f"gen: {cut}; give another tp (or, for experts, ep = tp), or leave --quantize {option_of(model.quantize)} out"
             for cut in cuts
         ]
     return list(dict.fromkeys(found))
