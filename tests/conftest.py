@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Limits())
     # Inherited by all that tests start: no thread that wakes takes the core of one that runs. Else the thread that reads gloo's sockets
     # takes it from a thread that holds one of them, and looks again and again: a quarter of the time of ranks on few cores. Sandboxes
-    # may know no such policy.
-    with contextlib.suppress(OSError):
+    # and some builds of Python know no such policy.
+    with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     cpu = config.getoption("--vllm-cpu")
     os.environ[vllm_cpu.VARIABLE] = cpu

@@ -14,6 +14,7 @@ from ...integration.layout import Axes, Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
 from ...integration.quantize.formats import Int4
 from ...integration.weights.manifest import dtype_name
+from ..config.model import quantization_of
 from ..terminal import plain_table, seconds, size
 from .catalog import QuantizedFormat
 from .explain import Explanation
@@ -79,6 +80,14 @@ def show_study(console: Console, study: Study) -> None:
         console.print(
             "The prediction is of one copy into the engines' parameters, by either side. Where those of neither side can be mapped, "
             "bytes go through buckets and are copied twice.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if quantization_of(options.model.config) and options.model.quantize is None:
+        console.print(
+            f"warning: config.json says that the checkpoint is quantized, and the plan is of weights in {dtype_name(options.model.dtype)}, as "
+            "trainers export them; give --quantize if engines hold linear layers so",
+            style="yellow",
             highlight=False,
             soft_wrap=True,
         )

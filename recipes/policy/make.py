@@ -71,10 +71,12 @@ class TrainsInFourBits(QATRefitMixin, Policy):
     def _step_optimizer(self) -> tuple[float, float]:
         told = super()._step_optimizer()
         self.qat.refresh()
-        # Megatron's layers keep quantized values, which are old now, and the GPU may be the engine's next. Views of parameters keep
-        # nothing: a trainer that leaves its GPU empties storages in place.
-        self.qat.free_values()
+        self._free_after_step()
         return told
+
+    def _free_after_step(self) -> None:
+        """The GPU may be the engine's next."""
+        self.qat.release()
 
     def _identity(self) -> dict[str, Any]:
         qat = self.config.qat
@@ -95,6 +97,11 @@ class TrainsInFourBits(QATRefitMixin, Policy):
 
 class QATMegatronPolicy(TrainsInFourBits, RefittingMegatronPolicy):
     """:class:`RefittingMegatronPolicy` in four bits."""
+
+    def _free_after_step(self) -> None:
+        # Views of parameters stay, which keep nothing of a storage that is emptied in place, and which no forward pass reads: Bridge would
+        # be asked for the place of each parameter in each step.
+        self.qat.free_values()
 
     def _quantize(self, config: QATConfig) -> QAT:
         return quantize_chunks(self.bridge, self.model, config)

@@ -209,7 +209,7 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(out) for _ in range(group.size())]
     torch.distributed.all_gather(parts, out.contiguous(), group=group)
-    report |= {"logits": torch.cat(parts, -1).float(), "refusal": refusal, "without_gradient": []}
+    report |= {"logits": torch.cat(parts, -1).float(), "refusal": refusal, "without_gradient": [], "kept": []}
     labels = ids.roll(-1, 1)
     losses = []
     for step in range(STEPS):
@@ -225,7 +225,9 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
         if step == 0:
             report["stale"] = _error_of(lambda: model(ids, positions, None))
         qat.refresh()
-        qat.release()
+        report["kept"].append(sum(one._value is not None for one in qat._quantizers))
+        (qat.free_values if step else qat.release)()
+        report["kept"].append(sum(one._value is not None for one in qat._quantizers))
         losses.append(loss.item())
     report |= {"losses": losses, "slices": slices(packed)}
     write_checkpoint(case.written, case.checkpoint, source, qat)

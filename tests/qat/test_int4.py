@@ -34,6 +34,7 @@ from rlrefit.workers.trainers.qat.layers import quantize_experts
 from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 from rlrefit.workers.trainers.qat.model import QAT
 from rlrefit.workers.trainers.qat.source import PackedSource
+from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.refit.synthetic import SyntheticDestination, run_world
 
 from .models import read
@@ -295,6 +296,52 @@ def test_the_plain_mixin_sends_no_model_that_is_trained_quantized_to_an_engine_t
     with pytest.raises(RefitMismatch) as error:
         _joined(Worker(), unquantized, Worker.refit_config)
     assert error.value.parameter == min(qat.weights)
+
+
+def test_a_source_that_does_not_tell_what_is_trained_is_compared_with_what_the_worker_trains(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    class Silent:
+        """What a source has to offer, and no more."""
+
+        def __init__(self, source: FSDPSource) -> None:
+            for name in ("device", "specs", "fragments", "prepare", "export", "storage_key"):
+                setattr(self, name, getattr(source, name))
+
+    class Mine(SourceRefitMixin):
+        def _make_refit_source(self) -> Any:
+            return Silent(FSDPSource(self.model, BF16))
+
+        def _refit_model_parts(self) -> tuple[object, ...]:
+            return (self.model,)
+
+    class Worker(QATRefitMixin, Mine):
+        model = _model(checkpoints("qwen3"))
+        refit_config = REFIT
+
+    Worker.qat = quantize_module(Worker.model, CONFIG)
+    odd = "model.layers.1.self_attn.o_proj.weight"
+    formats: dict[str, Format] = {n: CONFIG.format for n in Worker.qat.weights if n != odd}
+    with pytest.raises(RefitMismatch) as error:
+        _joined(Worker(), _engine(FSDPSource(Worker.model, BF16), formats))
+    assert error.value.parameter == odd
+
+
+def test_weights_that_training_leaves_out_of_nvfp4_may_reach_the_engine_in_another_format(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    model = _model(checkpoints("qwen3"))
+    left_out = QATConfig((*DEFAULT_EXCLUDED, "*.o_proj"))
+    qat = quantize_module(model, left_out)
+    with qat.calibrating():
+        model(token_ids())
+    worker = _worker(model, qat)
+    source = worker._prepared_source()
+    in_int4: dict[str, Format] = {
+        spec.name: CONFIG.format for spec in source.specs() if spec.name.endswith("o_proj.weight")
+    }
+    assert in_int4
+    assert _joined(worker, _engine(source, in_int4))["bulk"]
 
 
 def test_a_refit_by_which_the_engine_would_get_other_weights_is_refused(

@@ -18,7 +18,7 @@ from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
 
 from .models import read, trainer
-from .ranks import Case, cut, run, token_ids
+from .ranks import STEPS, Case, cut, run, token_ids
 from .vllm_side import ENVIRONMENT, serve
 
 LAYOUTS: dict[str, tuple[str, dict[str, int] | None]] = {
@@ -123,6 +123,8 @@ def test_megatron_computes_what_transformers_does(trained: Trained, layout: str)
         assert report["without_gradient"] == []
         assert "gradient_accumulation_fusion" in report["refusal"]
         assert "written after the last refresh()" in report["stale"]
+        # Before and after each step's end, by both ways.
+        assert [bool(kept) for kept in report["kept"]] == [True, False] * STEPS
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(trained: Trained) -> None:

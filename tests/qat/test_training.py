@@ -22,6 +22,7 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.host_copies import HostCopies
 from rlrefit.workers.trainers.qat import scales
 from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
 from rlrefit.workers.trainers.qat.config import QATConfig
@@ -350,6 +351,24 @@ def test_packed_weights_are_refitted_bit_for_bit_and_again_and_after_writes_that
         assert [record.bytes_misc for record, _ in results[1]] == [0, 0, 0, 0]
 
 
+def test_a_model_whose_memory_was_freed_is_computed_with_after_release_and_refused_without(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    copies = HostCopies(torch.device("cpu"))
+    with torch.no_grad():
+        expected = model(token_ids()).logits
+        copies.free([model])
+        with pytest.raises(RefitError) as error:
+            model(token_ids())
+        assert error.value.stage == "quantize"
+        copies.restore()
+        qat.refresh()
+        qat.release()
+        copies.free([model])
+        assert torch.equal(model(token_ids()).logits, expected)
+
+
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many views each look at weights read, but for those of their encoding."""
@@ -378,7 +397,7 @@ def test_weights_of_the_last_refresh_are_looked_at_once_a_refit_by_what_encodes_
         for version in range(3):
             if rank == 0:
                 train(model, qat, 1)
-                qat.release()
+                (qat.release, qat.free_values)[version % 2]()
                 if version == 1:
                     model.get_parameter("model.layers.1.mlp.up_proj.weight").data.mul_(3)
                 looks.clear()

@@ -99,11 +99,11 @@ class DraftedSource:
 
     @property
     def trained_formats(self) -> Mapping[str, Format]:
-        return trained_formats(self.policy)
+        return _of_both(trained_formats(self.policy), trained_formats(self._drafter))
 
     @property
     def sent_formats(self) -> Mapping[str, Format]:
-        return sent_formats(self.policy)
+        return _of_both(sent_formats(self.policy), sent_formats(self._drafter))
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of those of the two that count."""
@@ -112,6 +112,10 @@ class DraftedSource:
         return Writes(
             of_policy.names + names, of_policy.counts + drafted.counts, of_policy.places + drafted.places
         )
+
+
+def _of_both(policy: Mapping[str, Format], drafter: Mapping[str, Format]) -> dict[str, Format]:
+    return {**policy, **{DRAFTER + name: format for name, format in drafter.items()}}
 
 
 def _quantized(

@@ -15,6 +15,7 @@ from ...integration.config import RefitConfig
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.control.channel import refusals_told
 from ...integration.errors import RefitError, RefitMismatch, end_all
+from ...integration.quantize.formats import Format
 from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource, sent_formats, trained_formats
 from ..kv_scales.calibration import AmaxRecorder, Record
@@ -132,23 +133,33 @@ class SourceRefitMixin:
                 quantized (:mod:`.qat`), and engines would get other layers so, in other groups, or scales by another rule.
         """
         self._close_session()
-        session = RefitSession.open(
+        self._refit_session = RefitSession.open(
             Rendezvous.from_json(rendezvous),
             rank,
             self._prepared_source,
             self.refit_config,
             engine=engine,
         )
-        if trained := trained_formats(self._refit_source):
-            try:
-                require_as_trained(
-                    {**session.engine.planned.formats, **sent_formats(self._refit_source)}, trained, rank
-                )
-            except RefitMismatch:
-                session.close()
-                raise
-        self._refit_session, self._refit_session_of = session, self._refit_source_of
-        return describe_manifest(session)
+        self._refit_session_of = self._refit_source_of
+        try:
+            self._require_as_trained(self._refit_session, rank)
+        except RefitMismatch:
+            self._close_session()
+            raise
+        return describe_manifest(self._refit_session)
+
+    def _trained_formats(self) -> Mapping[str, Format]:
+        """Weights that training computes with in a format, each with the format."""
+        return trained_formats(self._refit_source)
+
+    def _require_as_trained(self, session: RefitSession, rank: int) -> None:
+        if not (trained := self._trained_formats()):
+            return
+        held = {**session.engine.planned.formats, **sent_formats(self._refit_source)}
+        if any(format.has_global_scale for format in trained.values()):
+            # Refits make no such codes. Other weights they may quantize, as those of a model that is not trained quantized.
+            held = {name: format for name, format in held.items() if name in trained}
+        require_as_trained(held, trained, rank)
 
     def init_per_pp_refit_comm_group(
         self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .attention_units import QueryKeyValue
-from .sections import Config, Section, norm
+from .sections import CatalogError, Config, Section, norm
 from .storage import Param, Part, Weight
 from .units import ALONE, Division, Matrix, Mesh, Place, Shard, Stacked, Uncut, Unit, cut_box, everything
 
@@ -146,7 +146,14 @@ def gemma3_encoder(vision: Config, hidden: int) -> list[Section]:
 def kimi_encoder(vision: Config, hidden: int) -> list[Section]:
     """MoonViT and the projection to the language model's ``hidden`` size, of Kimi-K2.5."""
     # Keys of the encoder may begin with "vt_", as the width that SGLang reads; vLLM reads them without.
-    own = {**vision, **{key[3:]: value for key, value in vision.items() if key.startswith("vt_")}}
+    named = {key[3:]: value for key, value in vision.items() if key.startswith("vt_")}
+    unlike = [key for key, value in named.items() if vision.get(key, value) != value]
+    if unlike:
+        raise CatalogError(
+            f"vision_config has one {unlike[0]} ({vision[unlike[0]]}) and another vt_{unlike[0]} ({named[unlike[0]]}), of which engines read "
+            "either; give both the same value"
+        )
+    own = {**vision, **named}
     width, inner, patch = own["hidden_size"], own["intermediate_size"], own["patch_size"]
     height, breadth = own["merge_kernel_size"]
     merged = width * height * breadth

@@ -16,7 +16,10 @@ the same format, as :func:`.checkpoint.write_checkpoint` writes it. In INT4 ``re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ....integration.errors import RefitError
+from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import WeightSource
 from ..source_mixin import SourceRefitMixin
 from .model import QAT
@@ -52,3 +55,7 @@ class QATRefitMixin(SourceRefitMixin):
             )
         self.qat.require_as_quantized()
         return super()._make_refit_source()
+
+    def _trained_formats(self) -> Mapping[str, Format]:
+        # A source of one's own need not tell.
+        return super()._trained_formats() or self.qat.formats

@@ -136,18 +136,15 @@ class QAT:
             self._scales.refresh()
 
     def free_values(self) -> None:
-        """Free the quantized values that Megatron's layers keep, a copy of the quantized weights, before generation, say.
-
-        The next forward pass makes them again.
-        """
+        """Free the quantized values that Megatron's layers keep, a copy of the quantized weights; the next forward pass makes them again."""
         for quantizer in self._quantizers:
             quantizer.release()
 
     def release(self) -> None:
-        """As :meth:`free_values`, and free the views of parameters, which would keep memory that they are moved out of.
+        """As :meth:`free_values`, and free the views of parameters: before the model leaves its GPU, for generation, say.
 
-        The next refit or refresh makes these again, of all the model's weights. Of what is written until then only what changes a scale
-        is noticed, by the refit. Memory that is freed where it is (``storage.resize_(0)``) is not kept by views.
+        They would keep memory that parameters are moved out of, and be read where it was freed. The next refit or refresh makes them again, of
+        all the model's weights. Of what is written until then only what changes a scale is noticed, by the refit.
         """
         if self._scales is not None:
             self._scales.forget()

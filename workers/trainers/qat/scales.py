@@ -350,11 +350,21 @@ class _Magnitudes:
         self._table: tuple[list[int], MagnitudeTable | None] = [], None
 
     def of(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """FP32 ``[views]``."""
+        """FP32 ``[views]``.
+
+        Raises:
+            RefitError: a view's memory is gone.
+        """
         if not views:
             return torch.zeros(0, dtype=torch.float32, device=rank_device())
         # A trainer that leaves its GPU has its storages' memory elsewhere when it comes back.
         addresses = [view.data_ptr() for view in views]
+        if not all(addresses):
+            raise RefitError(
+                "memory of quantized weights was freed since the last refresh(), so that their global scales can't be told. Call release() "
+                "before the model leaves its GPU, and refresh() when it is back",
+                stage="quantize",
+            )
         if self._table[0] != addresses:
             self._table = addresses, _table_of(views)
         if (table := self._table[1]) is not None:
