@@ -168,6 +168,18 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     assert "policy.nccl_xfer_refit: false" in err
 
 
+def test_a_checkpoint_that_is_quantized_is_told_to_be_planned_as_trainers_export_it(
+    plan, blocks: str
+) -> None:
+    assert "the checkpoint is quantized" not in plan(blocks, "tp=1", "tp=2").out
+    config = json.loads(Path(blocks).read_text())
+    Path(blocks).write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "compressed-tensors"}})
+    )
+    assert "the checkpoint is quantized" in plan(blocks, "tp=1", "tp=2").out
+    assert "the checkpoint is quantized" not in plan(blocks, "tp=1", "tp=2", "--quantize", "int4").out
+
+
 def test_misc_bytes_take_their_time_in_every_figure(plan) -> None:
     # More ranks than query groups: queries, keys and values are gathered.
     layouts = ("qwen3-32b", "tp=16", "tp=2", "--topology", "gpus_per_host=2,nic=5")
