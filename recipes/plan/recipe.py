@@ -71,7 +71,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
 
     Raises:
         ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
-            making, it trains in four bits, or it sends an adapter alone, MXFP8 or MXFP4, or all weights whole.
+            making, it trains in NVFP4, or it sends an adapter alone, MXFP8 or MXFP4, or all weights whole.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -98,11 +98,11 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "sends as much as a trainer without LoRA"
             ],
         )
-    if config.policy.qat != "off":
+    if config.policy.qat not in ("off", "int4"):
         raise ConfigError(
             config.name,
             [
-                f"policy.qat: {config.policy.qat} sends weights packed in {qat_format(config)}, and plans are of weights in BF16 or FP8; plan "
+                f"policy.qat: {config.policy.qat} sends weights packed in {qat_format(config)}, and plans are of weights in BF16, FP8 or INT4; plan "
                 "with off, which tells the same routes of all other weights"
             ],
         )
@@ -110,7 +110,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         raise ConfigError(
             config.name,
             [
-                "generation.weight_dtype: plans are of weights in BF16 or in FP8 blocks; plan with fp8, which sends 3% fewer bytes of "
+                "generation.weight_dtype: plans are of weights in BF16, in FP8 blocks or in INT4; plan with fp8, which sends 3% fewer bytes of "
                 "the same matrices"
             ],
         )
@@ -118,7 +118,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         raise ConfigError(
             config.name,
             [
-                "policy.refit.trainer_quantize_mxfp4: true sends experts packed in MXFP4, and plans are of weights in BF16 or FP8; plan "
+                "policy.refit.trainer_quantize_mxfp4: true sends experts packed in MXFP4, and plans are of weights in BF16, FP8 or INT4; plan "
                 "with false and generation.weight_dtype=auto, which tells the same routes of all other weights"
             ],
         )

@@ -3,8 +3,8 @@
     python -m tests.gpu.qat_steps --model qwen3-4b --layers 12 --trainer fsdp
 
 A step is what a recipe does with a batch: forward, backward and optimizer, and in four bits all scales anew. It prints a JSON line for
-each kind of training, which has a process of its own: the median of milliseconds, by the host's clock around a synchronized step, and the
-most memory.
+each kind of training, which has a process of its own: the median of milliseconds, by the host's clock around a synchronized step, the
+fastest and the slowest of them, and the most memory.
 """
 
 from __future__ import annotations
@@ -76,9 +76,12 @@ def measure(arguments: argparse.Namespace, folder: str, kind: str) -> None:
         policy.train_step(batch)
         torch.cuda.synchronize()
         found.append(time.perf_counter() - began)
+    warm = [round(one * 1e3, 1) for one in found[2:]]
     line = {
         "kind": kind,
-        "step_ms": round(median(found[2:]) * 1e3, 1),
+        "step_ms": round(median(warm), 1),
+        "fastest_ms": min(warm),
+        "slowest_ms": max(warm),
         "most_mb": torch.cuda.max_memory_allocated() >> 20,
     }
     sys.stdout.write(json.dumps(line) + "\n")

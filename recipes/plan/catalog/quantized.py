@@ -73,6 +73,7 @@ class Quantized:
             _BlockCut: vLLM refuses them.
         """
         for param in self.unit.gen(place):
+            _check_blocks(param, self.format)
             yield _stored(param, self.format, self.format.code_name_end, (1, self.format.packed))
             yield _stored(param, self.format, self.format.scale_name_end, self.format.block)
 
@@ -185,12 +186,7 @@ def _check_blocks(param: Param, format: QuantizedFormat) -> None:
 
 
 def _stored(param: Param, format: QuantizedFormat, suffix: str, block: tuple[int, int]) -> Param:
-    """vLLM's parameter of codes or scales in the place of ``param``, an element for each ``block`` of rows and columns.
-
-    Raises:
-        _BlockCut: as :func:`_check_blocks`.
-    """
-    _check_blocks(param, format)
+    """vLLM's parameter of codes or scales in the place of ``param``, an element for each ``block`` of rows and columns."""
     # vLLM has INT4 experts the other way round.
     turned = isinstance(format, Int4) and len(param.shape) == 3
     parts = []
