@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .vllm_checkpoints import write_checkpoint
-from .vllm_live import LiveEngine, engine_environment
+from .vllm_live import LiveEngine, engine_environment, require_refits_to_another_version_and_back
 from .vllm_trainer import CONFIG, Trainer
 
 
@@ -90,17 +90,4 @@ def require_the_engine_that_was_started_from_the_weights(scene: Scene) -> None:
     assert scene.meet() == 0
     if scene.case.dummy:
         scene.refit(0)
-    reference, digests_a = scene.generate(), scene.digests()
-    digests_b = None
-    for _ in range(2):
-        scene.poison()
-        records = scene.refit(1)
-        assert [record["bytes_misc"] for record in records] == [0]
-        assert digests_b in (None, scene.digests())
-        digests_b = scene.digests()
-        assert digests_b != digests_a
-        assert scene.generate() != reference
-        scene.poison()
-        scene.refit(0)
-        assert scene.digests() == digests_a
-        assert scene.generate() == reference
+    require_refits_to_another_version_and_back(scene)

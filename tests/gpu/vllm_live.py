@@ -147,3 +147,26 @@ class LiveEngine:
         if self._server is not None:
             self._server.close()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def require_refits_to_another_version_and_back(engine: LiveEngine, most_misc: int = 0) -> None:
+    """Two of each give the engine that was started from the weights, from poisoned memory.
+
+    Args:
+        engine: that meets a trainer, and has version 0 of two.
+        most_misc: bytes that may go over the misc path.
+    """
+    reference, digests_a = engine.generate(), engine.digests()
+    digests_b = None
+    for _ in range(2):
+        engine.poison()
+        records = engine.refit(1)
+        assert max(record["bytes_misc"] for record in records) <= most_misc
+        assert digests_b in (None, engine.digests())
+        digests_b = engine.digests()
+        assert digests_b != digests_a
+        assert engine.generate() != reference
+        engine.poison()
+        engine.refit(0)
+        assert engine.digests() == digests_a
+        assert engine.generate() == reference
