@@ -11,7 +11,6 @@ from ...integration.config import RefitConfig
 from ...integration.quantize.int4 import GROUPS
 from ..config.errors import ConfigError
 from ..config.schema import TrainConfig, TrainerConfig
-from ..config.weight_dtypes import qat_format
 from .catalog import CatalogError, FsdpLayout, GenLayout, Model, TrainLayout, open_model
 
 
@@ -102,7 +101,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         raise ConfigError(
             config.name,
             [
-                f"policy.qat: {config.policy.qat} sends weights packed in {qat_format(config)}, and plans are of weights in BF16, FP8 or INT4; plan "
+                f"policy.qat: {config.policy.qat} sends weights packed in NVFP4, and plans are of weights in BF16, FP8 or INT4; plan "
                 "with off, which tells the same routes of all other weights"
             ],
         )

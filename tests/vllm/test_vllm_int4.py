@@ -17,7 +17,7 @@ from vllm_fp8_ranks import (
     write_int4_case,
 )
 from vllm_int4 import CPU, MARLIN, UNKNOWN
-from vllm_int4_checks import check_bytes, check_in_place, check_refusals, check_sparse, codes_of
+from vllm_int4_checks import by_case, check_bytes, check_in_place, check_refusals, check_sparse, codes_of
 
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.rollout.arguments import int4
@@ -51,7 +51,7 @@ def refit_int4(folder: Path) -> Found:
         refit_int4_and_short_of_memory, 2, listed, short, timeout_s=PATIENT_S, made_by=vllm_processes
     )
     results, short_of_memory = zip(*by_rank, strict=True)
-    return dict(zip(cases, map(list, zip(*results, strict=True)), strict=True)), list(short_of_memory)
+    return by_case(cases, results), list(short_of_memory)
 
 
 @of_all_tests
@@ -59,7 +59,7 @@ def refit_int4_in_stages(folder: Path) -> Results:
     cases = sorted(_MORE)
     listed = [_written(folder, name) for name in cases]
     by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
-    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+    return by_case(cases, by_rank)
 
 
 AHEAD = (refit_int4, refit_int4_in_stages)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_int4_and_cut, write_int4_case, write_kimi_case
 from vllm_int4 import CPU, MARLIN, has_one_method_of_experts
-from vllm_int4_checks import check_bytes, check_in_place, check_refusals, check_sparse, codes_of
+from vllm_int4_checks import by_case, check_bytes, check_in_place, check_refusals, check_sparse, codes_of
 
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.rollout.arguments import int4
@@ -46,7 +46,7 @@ def refit_int4_experts(folder: Path) -> tuple[Results, list[str]]:
     listed = [_written(folder, name) for name in cases]
     by_rank = run_ranks(refit_int4_and_cut, 2, listed, cut, timeout_s=PATIENT_S, made_by=vllm_processes)
     results, told = zip(*by_rank, strict=True)
-    return dict(zip(cases, map(list, zip(*results, strict=True)), strict=True)), list(told)
+    return by_case(cases, results), list(told)
 
 
 @of_all_tests
@@ -54,7 +54,7 @@ def refit_more_int4_experts(folder: Path) -> Results:
     cases = sorted(_MORE)
     listed = [_written(folder, name) for name in cases]
     by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=PATIENT_S, made_by=vllm_processes)
-    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+    return by_case(cases, by_rank)
 
 
 AHEAD = (refit_int4_experts, refit_more_int4_experts)

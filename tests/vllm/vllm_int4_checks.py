@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_fp8_ranks import Fp8Result
 
@@ -14,6 +14,11 @@ REFUSED = {
     "no scales": "weight_scale",
     "no codes": "weight_packed",
 }
+
+
+def by_case(cases: Sequence[str], by_rank: Iterable[Sequence[Fp8Result]]) -> dict[str, list[Fp8Result]]:
+    """What each rank of a case saw, from what each rank saw of all cases."""
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 def check_bytes(ranks: Sequence[Fp8Result]) -> None:

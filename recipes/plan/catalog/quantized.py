@@ -164,8 +164,7 @@ def _travelling(params: Iterable[Param], format: QuantizedFormat) -> Iterator[Pa
             (scales, format.scale_name_end, format.scale_dtype),
         ):
             names = tuple(name + suffix for name in refused)
-            made_of = replace(param, name=param.name + suffix, dtype=dtype, parts=tuple(parts))
-            yield replace(made_of, refused=names, reason=reason)
+            yield Param(param.name + suffix, param.shape, dtype, tuple(parts), names, reason)
 
 
 def _check_blocks(param: Param, format: QuantizedFormat) -> None:
