@@ -153,5 +153,6 @@ def test_a_refit_from_fsdp_is_planned_from_its_shards_but_not_over_tensor_parall
         plan("trainer.tensor_parallel=2")
     with pytest.raises(ConfigError, match="packed in NVFP4"):
         plan("policy.qat=w4a4")
-    with pytest.raises(ConfigError, match="packed in INT4"):
-        plan("policy.qat=int4", "generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true")
+    assert plan(
+        "policy.qat=int4", "generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true"
+    ) == FsdpLayout(4)
