@@ -52,9 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of the weights (bf16, or the recipe's)")
     add(
         "--quantize",
-        choices=(*QUANTIZE, "int4"),
+        choices=(*QUANTIZE, "int4", "w4a4", "w4a16"),
         help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack; int4: in INT4, in "
-        "groups of 32 or the recipe's generation.weight_group (off, or the recipe's policy.refit.trainer_quantize_fp8 or …_int4)",
+        "groups of 32 or the recipe's generation.weight_group; w4a4 and w4a16: in NVFP4 with inputs or without, as policy.qat trains (off, or "
+        "the recipe's policy.refit.trainer_quantize_fp8 or …_int4, or policy.qat)",
     )
     add(
         "--changed",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...integration.layout import Axes, Box
-from ...integration.quantize.formats import wire_names
 from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import ManifestEntry
 from .catalog import FsdpLayout
@@ -72,10 +71,9 @@ def _way(study: Study, entry: ManifestEntry) -> str:
     engines = f"engine rank {first}" if first == last else f"engine ranks {first}-{last}"
     if entry.route == "misc":
         gathers = "FSDP" if isinstance(study.options.train, FsdpLayout) else "Megatron-Bridge's export"
-        formats = study.options.model.formats()
-        made = {made for name, format in formats.items() for made in wire_names(name, format)}
-        done = "gathers its weight" if entry.spec.name in made else "gathers it"
-        then = ", which quantize it" if entry.spec.name in made else ""
+        made = entry.spec.name in study.options.model.encoded()
+        done = "gathers its weight" if made else "gathers it"
+        then = ", which quantize it" if made else ""
         return (
             f"{gathers} {done} on the trainers{then}; trainer rank 0 broadcasts all {entry.spec.nbytes:,} bytes to "
             f"{engines}, whose own load_weights puts them in place"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...integration.config import RefitConfig
-from ...integration.quantize.formats import Fp8Blockwise, Int4
+from ...integration.quantize.formats import Fp8Blockwise, Int4, Nvfp4
 from ...integration.quantize.int4 import GROUPS
 from ...integration.weights.manifest import dtype_name
 from ..config.engines import too_large_for
@@ -80,7 +80,7 @@ class PlanOptions:
     @property
     def quantize(self) -> str:
         """As the option of this name."""
-        return option_of(self.model.quantize)
+        return option_of(self.model.quantize, self.model.activations)
 
 
 def read_options(arguments: argparse.Namespace) -> PlanOptions:
@@ -119,7 +119,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
             model = replace(model, dtype=_DTYPES[arguments.dtype])
         if model is not None and quantize != "off":
             wrong += _unquantizable(arguments, quantize, model)
-            model = replace(model, quantize=_format_of(quantize, model, recipe))
+            format = _format_of(quantize, model, recipe)
+            model = replace(model, quantize=format, activations=quantize == "w4a4")
             _ = model.architecture
     except CatalogError as error:
         wrong.append(f"model: {error}")
@@ -227,6 +228,8 @@ def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
 def _format_of(quantize: str, model: Model, recipe: RecipePlan | None) -> QuantizedFormat:
     if quantize == "fp8":
         return Fp8Blockwise()
+    if quantize != "int4":
+        return Nvfp4()
     # FP32 is told as wrong, beside all else.
     dtype = dtype_name(torch.bfloat16 if model.dtype == torch.float32 else model.dtype)
     return Int4(GROUPS[0] if recipe is None else recipe.group, dtype)
@@ -240,9 +243,10 @@ def _unquantizable(arguments: argparse.Namespace, quantize: str, model: Model) -
         found.append(
             f"enumerate-with-bridge: Bridge exports what is not quantized yet; leave it or --quantize {quantize} out"
         )
-    if arguments.changed is not None and quantize == "int4":
+    if arguments.changed is not None and quantize != "fp8":
         found.append(
-            "changed: most kernels have INT4 in an order of their own, for which refits are dense; leave it or --quantize int4 out"
+            f"changed: most kernels have weights of four bits in an order of their own, for which refits are dense; leave it or --quantize "
+            f"{quantize} out"
         )
     return found
 

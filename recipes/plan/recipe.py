@@ -25,6 +25,7 @@ class RecipePlan:
         refit: its buckets and streams.
         colocated: whether each trainer rank shares its GPU with an engine's.
         group: elements that share a scale where engines hold INT4.
+        qat: as ``policy.qat``.
     """
 
     model: Model
@@ -33,10 +34,13 @@ class RecipePlan:
     refit: RefitConfig
     colocated: bool = False
     group: int = GROUPS[0]
+    qat: str = "off"
 
     @property
     def quantize(self) -> str:
         """What the trainers make as they pack, as ``--quantize`` has it."""
+        if self.qat in ("w4a4", "w4a16"):
+            return self.qat
         if self.refit.trainer_quantize_int4:
             return "int4"
         return "fp8" if self.refit.trainer_quantize_fp8 else "off"
@@ -70,7 +74,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
 
     Raises:
         ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
-            making, it trains in NVFP4, or it sends an adapter alone, MXFP8 or MXFP4, or all weights whole.
+            making, or it sends an adapter alone, MXFP8 or MXFP4, or all weights whole.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -97,19 +101,11 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "sends as much as a trainer without LoRA"
             ],
         )
-    if config.policy.qat not in ("off", "int4"):
-        raise ConfigError(
-            config.name,
-            [
-                f"policy.qat: {config.policy.qat} sends weights packed in NVFP4, and plans are of weights in BF16, FP8 or INT4; plan "
-                "with off, which tells the same routes of all other weights"
-            ],
-        )
     if generation.weight_dtype == "mxfp8":
         raise ConfigError(
             config.name,
             [
-                "generation.weight_dtype: plans are of weights in BF16, in FP8 blocks or in INT4; plan with fp8, which sends 3% fewer bytes of "
+                "generation.weight_dtype: plans are of weights in BF16, FP8 blocks, INT4 or NVFP4; plan with fp8, which sends 3% fewer bytes of "
                 "the same matrices"
             ],
         )
@@ -117,7 +113,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         raise ConfigError(
             config.name,
             [
-                "policy.refit.trainer_quantize_mxfp4: true sends experts packed in MXFP4, and plans are of weights in BF16, FP8 or INT4; plan "
+                "policy.refit.trainer_quantize_mxfp4: true sends experts packed in MXFP4, and plans are of weights in BF16, FP8, INT4 or NVFP4; plan "
                 "with false and generation.weight_dtype=auto, which tells the same routes of all other weights"
             ],
         )
@@ -135,6 +131,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         config.policy.refit,
         generation.colocated.enabled,
         generation.weight_group,
+        config.policy.qat,
     )
 
 

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from ...integration.layout import Axes, Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
-from ...integration.quantize.formats import Int4
+from ...integration.quantize.formats import Int4, Nvfp4
 from ...integration.weights.manifest import dtype_name
 from ..config.model import quantization_of
 from ..terminal import plain_table, seconds, size
-from .catalog import QuantizedFormat
+from .catalog import Model
 from .explain import Explanation
 from .sparse import Sparse
 from .study import Study
@@ -36,7 +36,7 @@ def show_study(console: Console, study: Study) -> None:
     console.print(
         f"[bold]{escape(options.model.name)}[/bold]: {len(manifest):,} weights, "
         f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}"
-        f"{_quantized(options.model.quantize)}; "
+        f"{_quantized(options.model)}; "
         f"{_those(0, train)} train{'s' if train == 1 else ''}, "
         f"{_those(train, gen)} generate{'s' if gen == 1 else ''}",
         highlight=False,
@@ -127,10 +127,18 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
     ]
 
 
-def _quantized(format: QuantizedFormat | None) -> str:
-    if format is None:
-        return ""
-    return f", linear layers in {f'INT4 in groups of {format.group}' if isinstance(format, Int4) else 'blocks of FP8'}"
+def _quantized(model: Model) -> str:
+    match model.quantize:
+        case None:
+            return ""
+        case Int4(group):
+            return f", linear layers in INT4 in groups of {group}"
+        case Nvfp4():
+            return (
+                f", linear layers in NVFP4, {'with their inputs' if model.activations else 'weights alone'}"
+            )
+        case _:
+            return ", linear layers in blocks of FP8"
 
 
 def _memory_of_checks(quantize: str) -> str:

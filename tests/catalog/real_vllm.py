@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from tests.families.checkpoints import write_kimi_k25_config, write_ling_config
+from tests.qat.vllm_kernels import choose_nvfp4_kernel
 from tests.vllm.vllm_int4 import CPU, choose_int4_kernel
 from tests.vllm_cpu import accept_experts_without_gates
 
 # Of an FP8 KV cache; where its quantization is known, they are parameters until vLLM has loaded the weights.
 _CACHE_SCALES = tuple(f"attn.{x}_{what}" for x in ("q", "k", "v", "prob") for what in ("scale", "zero_point"))
-# Beside INT4 codes and scales, with which nothing computes.
-_BESIDE_INT4 = ("_weight_shape", ".weight_shape", "_g_idx", "_g_idx_sort_indices")
+# Beside codes and scales, with which nothing computes: of INT4, and of experts in NVFP4 under Marlin. W4A16 has .input_scale, too, for
+# checkpoints with quantized inputs.
+_IDLE = (
+    "_weight_shape",
+    ".weight_shape",
+    "_g_idx",
+    "_g_idx_sort_indices",
+    "w13_input_scale",
+    "w2_input_scale",
+)
 
 
 class Group:
@@ -51,6 +60,7 @@ def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _accept_latent_attention()
     _accept_fp8()
     choose_int4_kernel(CPU)
+    choose_nvfp4_kernel("marlin")
     accept_experts_without_gates()
     _accept_qwen3_5_alone()
     # vLLM remembers by id() which layers a model leaves to other stages: no id may come back.
@@ -112,6 +122,7 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         name: [
             [landing.parameter, [list(side) for side in landing.box], landing.offset, list(landing.stride)]
             for landing in found
+            if not landing.parameter.endswith(_IDLE)
         ]
         for name, found in trace.landings.items()
     }
@@ -122,10 +133,14 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         "parameters": {
             n: [list(p.shape), str(p.dtype)]
             for n, p in held.items()
-            if not n.endswith((*_CACHE_SCALES, *_BESIDE_INT4))
+            if not n.endswith((*_CACHE_SCALES, *_IDLE)) and (n in reached or not n.endswith(".input_scale"))
         },
         "landings": landings,
-        "misc": trace.misc_reasons,
+        "misc": {
+            n: why
+            for n, why in trace.misc_reasons.items()
+            if not (trace.touched[n] and all(p.endswith(_IDLE) for p in trace.touched[n]))
+        },
     }
 
 

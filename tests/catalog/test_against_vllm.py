@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4
+from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4, Nvfp4
+from rlrefit.integration.quantize.nvfp4_checkpoint import quantization_config
 from rlrefit.integration.weights.manifest import dtype_name
 from rlrefit.recipes.plan.catalog import GenLayout, Model, Param, gen_storage
 from rlrefit.recipes.rollout.arguments import int4
+from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED
 from tests.ahead import FoundAhead
 from tests.vllm_processes import vllm_processes
 
@@ -87,11 +89,23 @@ _INT4_CASES: list[tuple[str, GenLayout, int]] = [
     ("qwen3_moe", GenLayout(tp=4), 3),
     ("qwen3_moe", GenLayout(tp=2, ep=2), 1),
 ]
+# In NVFP4, with weights alone or with inputs, too.
+_NVFP4_CASES: list[tuple[str, GenLayout, int]] = [
+    ("llama", GenLayout(tp=2, pp=2), 3),
+    ("qwen3", GenLayout(tp=4), 2),
+    ("qwen3_moe", GenLayout(tp=4), 3),
+    ("qwen3_moe", GenLayout(tp=2, ep=2), 1),
+]
 _GROUP = 32
 _MODELS = [Model(name, CONFIGS[name]) for name, _, _ in _CASES]
 _MODELS += [Model(name, BLOCK_CONFIGS[name], quantize=Fp8Blockwise()) for name, _, _ in _BLOCK_CASES]
 _MODELS += [Model(name, BLOCK_CONFIGS[name], quantize=Int4(_GROUP)) for name, _, _ in _INT4_CASES]
-_ALL = _CASES + _BLOCK_CASES + _INT4_CASES
+_MODELS += [
+    Model(name, BLOCK_CONFIGS[name], quantize=Nvfp4(), activations=activations)
+    for activations in (True, False)
+    for name, _, _ in _NVFP4_CASES
+]
+_ALL = _CASES + _BLOCK_CASES + _INT4_CASES + _NVFP4_CASES + _NVFP4_CASES
 
 
 def _label(case: tuple[str, GenLayout, int]) -> str:
@@ -123,9 +137,12 @@ def _case(model: Model, layout: GenLayout, rank: int) -> dict[str, Any]:
 
 
 def _quantization(model: Model) -> dict[str, Any] | None:
-    """``quantization_config`` as published block-FP8 checkpoints have it, or as recipes set it for INT4."""
+    """``quantization_config`` as published block-FP8 checkpoints have it, or as recipes set it for INT4 and NVFP4."""
     if model.quantize is None:
         return None
+    if isinstance(model.quantize, Nvfp4):
+        kept = [f"{module}.weight" for module in DEFAULT_EXCLUDED]
+        return quantization_config((), kept, "", model.activations).quantization_config
     if isinstance(model.quantize, Int4):
         return int4(_GROUP)
     routers = (f"model.layers.{i}.mlp.gate" for i in range(model.config["num_hidden_layers"]))
@@ -159,6 +176,8 @@ def real(found_ahead: FoundAhead) -> list[dict[str, Any]]:
         *map(_label, _CASES),
         *(f"fp8-{_label(case)}" for case in _BLOCK_CASES),
         *(f"int4-{_label(case)}" for case in _INT4_CASES),
+        *(f"w4a4-{_label(case)}" for case in _NVFP4_CASES),
+        *(f"w4a16-{_label(case)}" for case in _NVFP4_CASES),
     ],
 )
 def test_an_engine_rank_stores_what_the_catalogue_says(index: int, real: list[dict[str, Any]]) -> None:

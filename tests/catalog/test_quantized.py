@@ -1,7 +1,8 @@
-"""Models in blocks of FP8 and in INT4: trainers' holdings beside what the refit's own quantizing source makes, and refusals."""
+"""Models in blocks of FP8, in INT4 and in NVFP4: trainers' holdings beside what the refit's own sources make, and refusals."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4
+from rlrefit.integration.quantize.formats import Fp8Blockwise, Int4, Nvfp4
 from rlrefit.integration.weights.endpoints import WeightSource
 from rlrefit.integration.weights.holdings import Holdings
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -29,6 +30,9 @@ from rlrefit.recipes.plan.catalog import (
     train_storage,
     violations,
 )
+from rlrefit.workers.trainers.qat.config import Linear, QATConfig
+from rlrefit.workers.trainers.qat.model import QAT
+from rlrefit.workers.trainers.qat.source import PackedSource
 
 from .shrunken import BLOCK_CONFIGS, CONFIGS
 
@@ -103,6 +107,54 @@ def test_trainers_hold_what_the_refits_quantizing_source_makes_and_refuses(
         assert _content(Holdings.from_fragments(rank, *real.fragments(), positions)) == _content(ours)
 
 
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize(
+    ("name", "layout", "refused"),
+    [
+        ("qwen3_moe", TrainLayout(tp=2, ep=2), {"gate"}),
+        ("qwen3_moe", FsdpLayout(3), set()),
+        ("qwen3", TrainLayout(tp=2, pp=2), set()),
+        # Two ranks share a key head.
+        ("llama", TrainLayout(tp=4), {"q_proj", "k_proj", "v_proj"}),
+    ],
+)
+def test_trainers_in_nvfp4_hold_what_their_packed_source_makes(
+    name: str, layout: TrainLayout | FsdpLayout, refused: set[str], activations: bool
+) -> None:
+    config = BLOCK_CONFIGS[name]
+    model = Model(name, config)
+    served = Model(name, config, quantize=Nvfp4(), activations=activations)
+    specs, travelling = exported_specs(model, layout), exported_specs(served, layout)
+    positions = {spec.name: i for i, spec in enumerate(travelling)}
+    sources, destinations = all_holdings(served, layout, GenLayout(tp=2), positions)
+    linears = [Linear(spec.name, spec.shape[-1]) for spec in specs if spec.name in served.formats()]
+    for rank, ours in enumerate(sources):
+        source = cast(WeightSource, _Rank(specs, train_storage(model, layout, rank)))
+        names = [spec.name for spec in specs]
+        qat = QAT(QATConfig(activations=activations), linears, names, lambda source=source: source, None)
+        assert qat.weights == served.formats().keys(), "training takes other layers than plans do"
+        real = PackedSource(source, qat)
+        assert real.specs() == travelling
+        assert _content(Holdings.from_fragments(rank, *real.fragments(), positions)) == _content(ours)
+    routes = defaultdict(set)
+    for entry in analyse(travelling, sources, destinations, bucket_bytes=1 << 20).manifest:
+        routes[entry.route].add(entry.spec.name.split(".")[-3 if ".experts." in entry.spec.name else -2])
+    assert routes["misc"] == refused
+    # No kernel computes with those of experts.
+    assert ("unused" in routes) == (activations and name == "qwen3_moe")
+
+
+def test_nvfp4_is_refused_where_a_rank_would_train_or_hold_parts_of_blocks() -> None:
+    narrow = BLOCK_CONFIGS["qwen3"] | {"intermediate_size": 96}
+    model = Model("qwen3", narrow, quantize=Nvfp4(), activations=True)
+    (found,) = violations(model, TrainLayout(tp=4))
+    assert found.startswith("train: training has mlp.")
+    assert "leave --quantize w4a4 out" in found
+    (found,) = violations(model, GenLayout(tp=4))
+    assert found.startswith("gen: vLLM holds mlp.")
+    assert violations(model, TrainLayout(tp=2)) == violations(model, FsdpLayout(4)) == []
+
+
 def _content(holdings: Holdings) -> tuple[dict[int, Any], dict[int, str]]:
     held = {int(i): (sorted(g.boxes), g.dtype) for g in holdings.groups for i in g.indices}
     return held, {int(i): reason for reason, indices in holdings.refused.items() for i in indices}
@@ -121,6 +173,8 @@ def test_what_vllm_refuses_to_hold_in_blocks_is_told_with_the_layout_that_it_tak
 def test_families_that_are_not_known_in_blocks_or_under_fsdp_are_refused() -> None:
     with pytest.raises(CatalogError, match="gpt_oss model in blocks of FP8 is not in the catalogue"):
         Model("gpt_oss", CONFIGS["gpt_oss"], quantize=Fp8Blockwise()).specs()
+    with pytest.raises(CatalogError, match="qwen2 model in NVFP4 is not in the catalogue"):
+        Model("qwen2", CONFIGS["qwen2"], quantize=Nvfp4()).specs()
     with pytest.raises(CatalogError, match="deepseek_v3 model in INT4 is not in the catalogue"):
         Model("deepseek_v3", CONFIGS["deepseek_v3"], quantize=Int4(32)).specs()
     for name in ("kimi_k2", "nemotron_h"):

@@ -151,8 +151,7 @@ def test_a_refit_from_fsdp_is_planned_from_its_shards_but_not_over_tensor_parall
     assert plan("trainer.fsdp.replicate=2") == FsdpLayout(2, 2)
     with pytest.raises(ConfigError, match="FSDP2 over TP 2 can't be planned"):
         plan("trainer.tensor_parallel=2")
-    with pytest.raises(ConfigError, match="packed in NVFP4"):
-        plan("policy.qat=w4a4")
+    assert plan("policy.qat=w4a4") == FsdpLayout(4)
     assert plan(
         "policy.qat=int4", "generation.weight_dtype=int4", "policy.refit.trainer_quantize_int4=true"
     ) == FsdpLayout(4)

@@ -159,6 +159,10 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) ->
     assert [one["quantize"] for one in found] == ["int4"] * 2
     # A scale of two bytes for each group of half as many bytes of codes.
     assert found[0]["bytes"]["bulk"] > found[1]["bytes"]["bulk"]
+    trained = plan(None, "", "", *recipe, "policy.qat=w4a16").json
+    assert trained["quantize"] == "w4a16"
+    # The same codes with a scale of one byte for each 16 in place of two for 32, and a scalar of each weight.
+    assert found[0]["bytes"]["bulk"] < trained["bytes"]["bulk"] < 1.001 * found[0]["bytes"]["bulk"]
     mxfp8 = ("policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=mxfp8")
     code, _, err = plan(None, "", "", *recipe[:2], *mxfp8)
     assert code == 2
@@ -220,6 +224,10 @@ def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(plan, b
         int4 = plan(*layouts, "int4").json
         assert int4["bytes"]["misc"] == 0
         assert int4["bytes"]["bulk"] == pytest.approx(embeddings + linear * (0.25 + 1 / 32), rel=0.01)
+        # No kernel computes with the scales of experts' inputs.
+        nvfp4 = {option: plan(*layouts, option).json for option in ("w4a16", "w4a4")}
+        assert nvfp4["w4a16"]["bytes"] == {"bulk": pytest.approx(int4["bytes"]["bulk"], rel=0.01), "misc": 0}
+        assert [row["route"] for row in nvfp4["w4a4"]["routes"]] == ["bulk", "unused"]
         assert quantized["predicted_seconds"] < plain["predicted_seconds"]
 
 
@@ -240,6 +248,12 @@ def test_codes_and_scales_are_explained(
     code, out, _ = plan(blocks, train, "tp=2", "--quantize", "fp8", *options)
     assert code == 0
     assert [text for text in told if text not in out] == []
+
+
+def test_a_scalar_of_a_weight_in_nvfp4_is_explained_as_it_is(plan, blocks: str) -> None:
+    told = plan(blocks, "tp=4", "tp=2", "--quantize", "w4a4", "--explain", KEY_SCALES.replace("_inv", "_2"))
+    assert told.code == 0
+    assert "gathers its weight on the trainers, which quantize it" in told.out
 
 
 def test_blocks_that_an_engine_would_cut_and_what_cannot_be_quantized_are_violations(

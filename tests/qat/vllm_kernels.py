@@ -371,24 +371,30 @@ def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
         return get_model(vllm_config=config), config
 
 
-@contextmanager
-def _kernels(case: Case) -> Iterator[None]:
-    """vLLM takes the case's kernel, whose own step runs on this CPU."""
-    from vllm import _custom_ops
+def choose_nvfp4_kernel(kernel: str) -> None:
+    """Have this process's vLLM hold NVFP4 for ``kernel``, ``marlin`` or ``emulation``."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
     from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, backend_to_kernel_cls
     from vllm.model_executor.layers.quantization import modelopt
+
+    linear = {"emulation": EmulationNvFp4LinearKernel, "marlin": MarlinNvFp4LinearKernel}[kernel]
+    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: linear(NvFp4LinearLayerConfig())
+    MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
+    backend = NvFp4MoeBackend[kernel.upper()]
+    modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
+
+
+@contextmanager
+def _kernels(case: Case) -> Iterator[None]:
+    """vLLM takes the case's kernel, whose own step runs on this CPU."""
+    from vllm import _custom_ops
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
     from tests.marlin import gptq_marlin_repack
 
-    linear = {"emulation": EmulationNvFp4LinearKernel, "marlin": MarlinNvFp4LinearKernel}[case.kernel]
-    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: linear(NvFp4LinearLayerConfig())
-    MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
-    backend = NvFp4MoeBackend[case.kernel.upper()]
-    modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
+    choose_nvfp4_kernel(case.kernel)
     _custom_ops.gptq_marlin_repack = (
         (lambda **given: gptq_marlin_repack(**given) ^ 1) if case.changes else gptq_marlin_repack
     )

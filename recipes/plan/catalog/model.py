@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ....integration.weights.manifest import TensorSpec
-from ....integration.weights.quantizing import wire_specs
 from .families import architecture_of
-from .quantized import QuantizedFormat, quantized, quantized_names
+from .quantized import QuantizedFormat, encoded_names, quantized, quantized_names, travelling_specs
 from .sections import Architecture, CatalogError, Section
 from .storage import Weight
 from .units import Place
@@ -37,12 +36,14 @@ class Model:
         config: of the Hugging Face configuration, what the layouts need.
         dtype: of weights that the family doesn't keep in another one.
         quantize: format in which engines hold linear layers, which the trainer makes as it packs; None for none.
+        activations: whether engines quantize these layers' inputs, too, in NVFP4.
     """
 
     name: str
     config: dict[str, Any]
     dtype: torch.dtype = torch.bfloat16
     quantize: QuantizedFormat | None = None
+    activations: bool = False
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -53,7 +54,7 @@ class Model:
         """
         if self.quantize is None:
             return self._unquantized
-        return quantized(self._unquantized, str(self.config["model_type"]), self.quantize)
+        return quantized(self._unquantized, str(self.config["model_type"]), self.quantize, self.activations)
 
     def specs(self) -> list[TensorSpec]:
         """All weights that Megatron-Bridge exports, in its order on one expert-parallel rank.
@@ -69,7 +70,11 @@ class Model:
         return [
             travelling
             for spec in specs
-            for travelling in (wire_specs(spec, formats[spec.name]) if spec.name in formats else (spec,))
+            for travelling in (
+                travelling_specs(spec, formats[spec.name], self.activations)
+                if spec.name in formats
+                else (spec,)
+            )
         ]
 
     @cached_property
@@ -81,6 +86,10 @@ class Model:
         if self.quantize is None:
             return {}
         return dict.fromkeys(quantized_names(self.architecture), self.quantize)
+
+    def encoded(self) -> set[str]:
+        """What travels in these weights' place, by name."""
+        return encoded_names(self.architecture)
 
 
 def bundled_models() -> list[str]:

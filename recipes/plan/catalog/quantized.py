@@ -1,11 +1,13 @@
-"""Models whose linear layers an engine holds in blocks of FP8 or in INT4, and whose trainer quantizes them as it packs them.
+"""Models whose linear layers an engine holds in blocks of FP8, in INT4 or in NVFP4, and whose trainer quantizes them as it packs them.
 
 The engine's side is vLLM 0.21's. For block-FP8 checkpoints (``quantization/fp8.py``) there is beside each parameter of codes, of the
 unquantized one's shape, one of FP32 scales, ``[n / 128, k / 128]``, of stacked experts with the experts' dimension before. For INT4
-(compressed-tensors' W4A16) codes are ``[n, k / 8]`` and scales ``[n, k / group]``, of stacked experts the other way round. Embeddings, output
-layers, norms, biases and routers stay as they are, as published block-FP8 checkpoints and recipes have them. The trainer's side is what travels
-of its unquantized parameters. Of a block of FP8 that several parts cut, each rank that holds one sends the scale; a weight of which a part cuts
-a group of INT4 takes the misc path.
+(compressed-tensors' W4A16) codes are ``[n, k / 8]`` and scales ``[n, k / group]``, of stacked experts the other way round. For NVFP4
+(``quantization/modelopt.py``) codes are ``[n, k / 2]`` and scales ``[n, k / 16]``, and of each weight in a parameter there is a scalar,
+``weight_scale_2``, and another one, ``input_scale``, where inputs are quantized; no kernel here computes with that of experts.
+Embeddings, output layers, norms, biases and routers stay as they are, as published checkpoints and recipes have them. The trainer's side is what
+travels of its unquantized parameters. Of a block of FP8 that several parts cut, each rank that holds one sends the scale; a weight of which a
+part cuts a group of INT4 takes the misc path; training in NVFP4 refuses parts that cut its blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import torch
 
 from ....integration.layout import Box, Fragment
 from ....integration.quantize.blocks import scale_box, scale_shape
-from ....integration.quantize.formats import Fp8Blockwise, Int4
+from ....integration.quantize.formats import Fp8Blockwise, Int4, Nvfp4
+from ....integration.quantize.nvfp4_checkpoint import packed_names
 from ....integration.weights.manifest import TensorSpec
-from ....integration.weights.quantizing import encoded_fragments, wire_specs
+from ....integration.weights.quantizing import encoded_fragments, packed_specs, wire_specs
 from .attention_units import QueryKeyValue
 from .expert_units import Experts
 from .fsdp_units import fsdp_params
@@ -28,23 +31,33 @@ from .sections import Architecture, CatalogError, Section
 from .storage import Index, Param, Part, Weight
 from .units import ROUTER, Division, Matrix, Mesh, Place, Stacked, Unit
 
-QuantizedFormat = Fp8Blockwise | Int4
+QuantizedFormat = Fp8Blockwise | Int4 | Nvfp4
 # Families whose quantized parameters the tests hold against vLLM's own, by kinds of formats.
 _QUANTIZED_FAMILIES = {
     Fp8Blockwise.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
     Int4.kind: ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    # Marlin puts biases in another order, so that Qwen2's projections with them take the misc path.
+    Nvfp4.kind: ("llama", "qwen3", "qwen3_moe"),
 }
+_NAMES = {Fp8Blockwise.kind: "blocks of FP8", Int4.kind: "INT4", Nvfp4.kind: "NVFP4"}
 
 
-def option_of(format: QuantizedFormat | None) -> str:
+def option_of(format: QuantizedFormat | None, activations: bool = False) -> str:
     """What ``rlrefit plan`` calls it."""
+    if isinstance(format, Nvfp4):
+        return "w4a4" if activations else "w4a16"
     if format is None:
         return "off"
     return "int4" if isinstance(format, Int4) else "fp8"
 
 
+def travelling_specs(spec: TensorSpec, format: QuantizedFormat, activations: bool) -> tuple[TensorSpec, ...]:
+    """What travels in a weight's place, as :attr:`.model.Model.quantize` and ``activations`` have it."""
+    return packed_specs(spec, activations) if format.has_global_scale else wire_specs(spec, format)
+
+
 class _BlockCut(ValueError):
-    """A place in which vLLM would refuse to hold a weight in blocks; says which and why."""
+    """A place in which vLLM would refuse to hold a weight in blocks, or a trainer to train it; says which and why."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +66,20 @@ class Quantized:
 
     unit: Unit
     format: QuantizedFormat
+    activations: bool
 
     def weights(self) -> Iterator[Weight]:
         for weight in self.unit.weights():
             spec = TensorSpec(weight.name, weight.shape, weight.dtype or self.format.made_of[0])
-            yield from (Weight(made.name, made.shape, made.dtype) for made in wire_specs(spec, self.format))
+            for made in travelling_specs(spec, self.format, self.activations):
+                yield Weight(made.name, made.shape, made.dtype)
 
     def train(self, place: Place) -> Iterator[Param]:
-        return _travelling(self.unit.train(place), self.format)
+        return _travelling(self.unit.train(place), self.format, self.activations)
 
     def fsdp(self, place: Place) -> Iterator[Param]:
         """What travels of a rank under FSDP2."""
-        return _travelling(fsdp_params(self.unit, place), self.format)
+        return _travelling(fsdp_params(self.unit, place), self.format, self.activations)
 
     def gen(self, place: Place) -> Iterator[Param]:
         """vLLM's parameters of one rank.
@@ -73,9 +88,13 @@ class Quantized:
             _BlockCut: vLLM refuses them.
         """
         for param in self.unit.gen(place):
-            _check_blocks(param, self.format)
+            _check_blocks(param, self.format, "vLLM holds")
             yield _stored(param, self.format, self.format.code_name_end, (1, self.format.packed))
             yield _stored(param, self.format, self.format.scale_name_end, self.format.block)
+            if self.format.has_global_scale:
+                yield _stored_scalars(param, "weight_scale_2")
+            if self.activations and len(param.shape) == 2:  # not of experts
+                yield _stored_scalars(param, "input_scale")
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         return self.unit.train_divisions(sizes)
@@ -83,27 +102,29 @@ class Quantized:
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         return self.unit.gen_divisions(sizes)
 
-    def cuts(self, place: Place) -> Iterator[str]:
+    def gen_cuts(self, place: Place) -> Iterator[str]:
         """Why vLLM can't hold the unit's parameters so in one place, one sentence each."""
-        for param in self.unit.gen(place):
-            try:
-                _check_blocks(param, self.format)
-            except _BlockCut as cut:
-                yield str(cut)
+        return _cuts(self.unit.gen(place), self.format, "vLLM holds")
+
+    def train_cuts(self, place: Place) -> Iterator[str]:
+        """Why Megatron can't train them so, one sentence each."""
+        if self.format.has_global_scale:
+            yield from _cuts(self.unit.train(place), self.format, "training has")
 
 
-def quantized(architecture: Architecture, family: str, format: QuantizedFormat) -> Architecture:
-    """The same model with the linear layers of its decoder layers in a format.
+def quantized(
+    architecture: Architecture, family: str, format: QuantizedFormat, activations: bool = False
+) -> Architecture:
+    """The same model with the linear layers of its decoder layers in a format, and their inputs where ``activations`` is true.
 
     Raises:
         CatalogError: how vLLM holds this family in it is not known.
     """
     known = _QUANTIZED_FAMILIES[format.kind]
     if family not in known:
-        name = "INT4" if isinstance(format, Int4) else "blocks of FP8"
         raise CatalogError(
-            f"how vLLM holds a {family} model in {name} is not in the catalogue, only {', '.join(known)}; leave "
-            f"--quantize {option_of(format)} out"
+            f"how vLLM holds a {family} model in {_NAMES[format.kind]} is not in the catalogue, only {', '.join(known)}; leave "
+            f"--quantize {option_of(format, activations)} out"
         )
     # Layers of one kind stay one object.
     made: dict[int, tuple[Unit, ...]] = {}
@@ -111,7 +132,7 @@ def quantized(architecture: Architecture, family: str, format: QuantizedFormat) 
     for section in architecture.sections:
         if isinstance(section.gen, int):
             units = made.setdefault(
-                id(section.units), tuple(_quantized(unit, format) for unit in section.units)
+                id(section.units), tuple(_quantized(unit, format, activations) for unit in section.units)
             )
             section = replace(section, units=units)
         sections.append(section)
@@ -120,16 +141,22 @@ def quantized(architecture: Architecture, family: str, format: QuantizedFormat) 
 
 def quantized_names(architecture: Architecture) -> set[str]:
     """Hugging Face names of the weights that are quantized."""
-    return {
-        section.hf + weight.name
-        for section in architecture.sections
-        for unit in section.units
-        if isinstance(unit, Quantized)
-        for weight in unit.unit.weights()
-    }
+    return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.unit.weights()}
 
 
-def _quantized(unit: Unit, format: QuantizedFormat) -> Unit:
+def encoded_names(architecture: Architecture) -> set[str]:
+    """Names of what travels in their place."""
+    return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.weights()}
+
+
+def _layers(architecture: Architecture) -> Iterator[tuple[str, Quantized]]:
+    for section in architecture.sections:
+        for unit in section.units:
+            if isinstance(unit, Quantized):
+                yield section.hf, unit
+
+
+def _quantized(unit: Unit, format: QuantizedFormat, activations: bool) -> Unit:
     match unit:
         case Matrix():
             linear = len(unit.shape) == 2 and unit.train_refused != ROUTER
@@ -137,12 +164,13 @@ def _quantized(unit: Unit, format: QuantizedFormat) -> Unit:
             linear = unit.kind == "weight"
         case _:
             linear = isinstance(unit, Stacked | Experts)
-    return Quantized(unit, format) if linear else unit
+    return Quantized(unit, format, activations) if linear else unit
 
 
-def _travelling(params: Iterable[Param], format: QuantizedFormat) -> Iterator[Param]:
-    """Codes and scales of a trainer's parameters; ``index`` is still that of the parameter which they are made of."""
+def _travelling(params: Iterable[Param], format: QuantizedFormat, activations: bool) -> Iterator[Param]:
+    """Codes and scales of a trainer's parameters; ``index`` is still that of the parameter which they are made of, but of scalars."""
     sent: dict[str, list[Box]] = defaultdict(list)
+    scalars = _scalars(format, activations)
     for param in params:
         codes: list[Part] = []
         scales: list[Part] = []
@@ -165,13 +193,39 @@ def _travelling(params: Iterable[Param], format: QuantizedFormat) -> Iterator[Pa
         ):
             names = tuple(name + suffix for name in refused)
             yield Param(param.name + suffix, param.shape, dtype, tuple(parts), names, reason)
+        of_weights = dict.fromkeys(part.name for part in codes)
+        for kind in scalars:
+            parts = [Part(_scalar(name, kind), (), (), (i,)) for i, name in enumerate(of_weights)]
+            names = tuple(_scalar(name, kind) for name in refused)
+            yield Param(f"{param.name}.{kind}", (len(parts),), torch.float32, tuple(parts), names, reason)
 
 
-def _check_blocks(param: Param, format: QuantizedFormat) -> None:
+def _scalars(format: QuantizedFormat, activations: bool) -> tuple[str, ...]:
+    """Which scalars travel beside a weight."""
+    if not format.has_global_scale:
+        return ()
+    return ("weight_scale_2", "input_scale") if activations else ("weight_scale_2",)
+
+
+def _scalar(weight: str, kind: str) -> str:
+    """The Hugging Face name of a scalar of a weight."""
+    name: str = getattr(packed_names(weight), kind)
+    return name
+
+
+def _cuts(params: Iterable[Param], format: QuantizedFormat, who: str) -> Iterator[str]:
+    for param in params:
+        try:
+            _check_blocks(param, format, who)
+        except _BlockCut as cut:
+            yield str(cut)
+
+
+def _check_blocks(param: Param, format: QuantizedFormat, who: str) -> None:
     """Check that each part of a parameter of unquantized weights is of whole blocks.
 
     Raises:
-        _BlockCut: one cuts a block, which vLLM refuses to build, or refits to write.
+        _BlockCut: one cuts a block, which vLLM refuses to build, refits to write, or training to compute with.
     """
     for part in param.parts:
         within = part.index[-2:]
@@ -179,7 +233,7 @@ def _check_blocks(param: Param, format: QuantizedFormat) -> None:
             assert isinstance(place, slice), "matrices stand in the last two dimensions of their parameter"
             if start % b or (stop % b and stop < n) or place.start % b:
                 raise _BlockCut(
-                    f"vLLM holds {param.name} in blocks of {' by '.join(map(str, format.block))} only where each of its "
+                    f"{who} {param.name} in blocks of {' by '.join(map(str, format.block))} only where each of its "
                     f"parts is a multiple of them, and of the {n} of {part.name} it would have {stop - start}"
                 )
 
@@ -203,6 +257,23 @@ def _stored(param: Param, format: QuantizedFormat, suffix: str, block: tuple[int
         tuple(name + suffix for name in param.refused),
         param.reason,
     )
+
+
+def _stored_scalars(param: Param, kind: str) -> Param:
+    """vLLM's parameter of the scalars of the weights in ``param``: ``[weights]``, of stacked experts ``[experts, weights]``, or ``[experts]``
+    where an expert has one weight in it."""
+    experts = param.shape[:-2]
+    weights = dict.fromkeys((part.name, part.index[:-2]) for part in param.parts)
+    each = len(weights) // (experts[0] if experts else 1)
+    alone = bool(experts) and each == 1
+    parts = []
+    for number, (name, expert) in enumerate(weights):
+        index: Index = expert if alone else (*expert, number % each)
+        parts.append(Part(_scalar(name, kind), (), (), index))
+    own = param.name.removesuffix("weight") + kind if kind == "input_scale" else f"{param.name}_scale_2"
+    refused = tuple(_scalar(name, kind) for name in param.refused)
+    shape = experts if alone else (*experts, each)
+    return Param(own, shape, torch.float32, tuple(parts), refused, param.reason)
 
 
 def _blocks(place: int | slice | None, block: int) -> slice:

@@ -65,11 +65,16 @@ def violations(model: Model, layout: Layout) -> list[str]:
                 found.append(f"{side}: {what} can't be divided: {length} by {mesh} = {sizes[mesh]}")
     if at.ep.size > 1 and not any(mesh == "ep" for unit in units for *_, mesh in unit.train_divisions(sizes)):
         found.append(f"{side}: ep is {at.ep.size}, and the model has no experts to share; give ep = 1")
-    if side == "gen" and not found:
+    if not found:
         place = _place(model, layout, at)
-        cuts = [cut for unit in units if isinstance(unit, Quantized) for cut in unit.cuts(place)]
+        layers = [unit for unit in units if isinstance(unit, Quantized)]
+        if side == "gen":
+            cuts, experts = [cut for unit in layers for cut in unit.gen_cuts(place)], "ep = tp"
+        else:
+            cuts, experts = [cut for unit in layers for cut in unit.train_cuts(place)], "etp"
+        option = option_of(model.quantize, model.activations)
         found += [
-            f"gen: {cut}; give another tp (or, for experts, ep = tp), or leave --quantize {option_of(model.quantize)} out"
+            f"{side}: {cut}; give another tp (or, for experts, {experts}), or leave --quantize {option} out"
             for cut in cuts
         ]
     return list(dict.fromkeys(found))
