@@ -83,6 +83,14 @@ def show_study(console: Console, study: Study) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    if options.model.activations:
+        console.print(
+            "warning: the plan is of engines whose kernels are Marlin's, before Blackwell, or the emulation's. Blackwell's kernels have NVFP4 in orders "
+            "that no refit knows: there all that is quantized takes the misc path",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     if quantization_of(options.model.config) and options.model.quantize is None:
         console.print(
             f"warning: config.json says that the checkpoint is quantized, and the plan is of weights in {dtype_name(options.model.dtype)}, as "
