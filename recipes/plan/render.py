@@ -14,7 +14,7 @@ from ...integration.layout import Axes, Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
 from ...integration.quantize.formats import Int4, Nvfp4
 from ...integration.weights.manifest import dtype_name
-from ..config.model import quantization_of
+from ..config.model import experts_of, quantization_of
 from ..terminal import plain_table, seconds, size
 from .catalog import Model
 from .explain import Explanation
@@ -83,10 +83,10 @@ def show_study(console: Console, study: Study) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if options.model.activations:
+    if options.model.activations and experts_of(options.model.config):
         console.print(
-            "warning: the plan is of engines whose kernels are Marlin's, before Blackwell, or the emulation's. Blackwell's kernels have NVFP4 in orders "
-            "that no refit knows: there all that is quantized takes the misc path",
+            "warning: the plan is of engines before Blackwell, whose kernel of experts is Marlin's. Blackwell's have NVFP4 in orders that no refit "
+            "knows: there experts take the misc path",
             style="yellow",
             highlight=False,
             soft_wrap=True,

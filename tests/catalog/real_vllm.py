@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.families.checkpoints import write_kimi_k25_config, write_ling_config
-from tests.qat.vllm_kernels import choose_nvfp4_kernel
+from tests.qat.vllm_kernels import MARLIN, choose_nvfp4_kernel
 from tests.vllm.vllm_int4 import CPU, choose_int4_kernel
 from tests.vllm_cpu import accept_experts_without_gates
 
@@ -60,7 +60,7 @@ def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _accept_latent_attention()
     _accept_fp8()
     choose_int4_kernel(CPU)
-    choose_nvfp4_kernel("marlin")
+    choose_nvfp4_kernel(MARLIN)
     accept_experts_without_gates()
     _accept_qwen3_5_alone()
     # vLLM remembers by id() which layers a model leaves to other stages: no id may come back.

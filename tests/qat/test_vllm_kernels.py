@@ -11,7 +11,7 @@ from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 from tests.vllm_processes import vllm_processes
 
-from .vllm_kernels import CASES, PADDED, RELOADED, SENT, UNKNOWN, refit_all
+from .vllm_kernels import CASES, EMULATION, MARLIN, PADDED, RELOADED, SENT, UNKNOWN, refit_all
 from .vllm_side import ENVIRONMENT
 
 Reports = dict[str, dict[str, Any]]
@@ -39,7 +39,7 @@ def test_packed_tensors_land_in_place_and_become_what_vllm_loads(found_ahead: Fo
     assert found["same places"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].kernel == "marlin"])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].kernel != EMULATION])
 def test_a_layer_that_has_landed_is_put_in_order_while_others_are_on_their_way(
     found_ahead: FoundAhead, case: str
 ) -> None:
@@ -91,11 +91,12 @@ def test_layers_of_a_kernel_that_does_more_than_was_read_are_reloaded(found_ahea
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_marlin_puts_in_order_is_told_to_sparse_refits(found_ahead: FoundAhead, case: str) -> None:
+def test_what_kernels_have_in_an_order_of_their_own_is_told_to_sparse_refits(
+    found_ahead: FoundAhead, case: str
+) -> None:
     found = found_ahead.by(refit_packed_layers)[case]
-    marlin = CASES[case].kernel == "marlin"
-    assert found["kernels"] == (
-        ({"MarlinNvFp4LinearKernel"} if marlin else {"EmulationNvFp4LinearKernel"})
-        | ({CASES[case].kernel.upper()} if CASES[case].experts else set())
-    )
-    assert found["rewritten"] == ({"weight", "weight_scale"} if marlin else set())
+    kernel = CASES[case].kernel
+    experts = {kernel.upper()} if CASES[case].experts else set()
+    assert found["kernels"] == {f"{kernel}NvFp4LinearKernel"} | experts
+    in_order = {EMULATION: set(), MARLIN: {"weight", "weight_scale"}}
+    assert found["rewritten"] == in_order.get(kernel, {"weight_scale"})

@@ -1,6 +1,6 @@
-"""Packed layers as vLLM's kernels have them, of its emulation and of Marlin, refitted beside what vLLM itself loads.
+"""Packed layers as vLLM's kernels have them, of its emulation, of Marlin and of CUTLASS, refitted beside what vLLM itself loads.
 
-Marlin's own step runs on the CPU; its one function in CUDA is :mod:`tests.marlin`'s.
+Their own steps run on the CPU; Marlin's one function in CUDA is :mod:`tests.marlin`'s.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlrefit.integration.quantize.nvfp4_checkpoint import (
 )
 
 EXPERTS = 4
+EMULATION, MARLIN = "Emulation", "Marlin"
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "num_hidden_layers": 2,
@@ -46,6 +47,7 @@ class Case:
     """A checkpoint of a kind, and the kernel that has its layers on one of some ranks.
 
     Attributes:
+        kernel: the first part of its class's name.
         sizes: hidden and intermediate size, the latter of an expert if there are some.
         changes: its step also changes codes, as none does that was read.
     """
@@ -76,18 +78,29 @@ def _pads() -> bool:
 # Of vLLM from 0.26 on; before, Marlin does not take such sizes. Of experts 96 columns become 128 (hidden sizes of whole 128) and 80 on each
 # rank 128; of linear layers hidden and intermediate sizes of 160 and 176 become whole 64 or 128.
 PADDED = {
-    "Marlin, padded": Case("marlin", False, True, sizes=(160, 352)),
-    "Marlin, padded, weights alone": Case("marlin", False, False, 1, 2, sizes=(160, 352)),
-    "Marlin's experts, padded": Case("marlin", True, True, sizes=(128, 96)),
-    "Marlin's experts, padded, weights alone": Case("marlin", True, False, 1, 2, sizes=(192, 160)),
+    "Marlin, padded": Case(MARLIN, False, True, sizes=(160, 352)),
+    "Marlin, padded, weights alone": Case(MARLIN, False, False, 1, 2, sizes=(160, 352)),
+    "Marlin's experts, padded": Case(MARLIN, True, True, sizes=(128, 96)),
+    "Marlin's experts, padded, weights alone": Case(MARLIN, True, False, 1, 2, sizes=(192, 160)),
+}
+# CUTLASS pads block scales alone: of 160 and 704 rows, and of 10 and 22 columns.
+SWIZZLED = {
+    kernel: Case(kernel, False, True, sizes=(160, 352))
+    for kernel in (
+        "Cutlass",
+        "FlashInferCutlass",
+        "FlashInferCudnn",
+        *(("FlashInferCuteDsl", "FlashInferB12x") if _pads() else ()),
+    )
 }
 CASES = {
-    "emulation": Case("emulation", False, True),
-    "Marlin": Case("marlin", False, True),
-    "Marlin, weights alone": Case("marlin", False, False, 1, 2),
-    "Marlin's experts": Case("marlin", True, True),
-    "Marlin's experts, weights alone": Case("marlin", True, False, 1, 2),
+    "emulation": Case(EMULATION, False, True),
+    "Marlin": Case(MARLIN, False, True),
+    "Marlin, weights alone": Case(MARLIN, False, False, 1, 2),
+    "Marlin's experts": Case(MARLIN, True, True),
+    "Marlin's experts, weights alone": Case(MARLIN, True, False, 1, 2),
     **(PADDED if _pads() else {}),
+    **SWIZZLED,
 }
 # Those into which a trainer refits, too, which makes codes and scales of its weights on the way.
 SENT = [
@@ -166,8 +179,8 @@ def refit_all(folder: Path) -> dict[str, Report]:
     }
     cases = {
         **CASES,
-        UNKNOWN: Case("marlin", True, True, changes=True),
-        RELOADED: Case("emulation", True, True),
+        UNKNOWN: Case(MARLIN, True, True, changes=True),
+        RELOADED: Case(EMULATION, True, True),
     }
     found = {name: _refitted(case, *paths[case.kind]) for name, case in cases.items()}
     for name in SENT:
@@ -372,18 +385,18 @@ def _loaded(case: Case, path: Path) -> tuple[torch.nn.Module, Any]:
 
 
 def choose_nvfp4_kernel(kernel: str) -> None:
-    """Have this process's vLLM hold NVFP4 for ``kernel``, ``marlin`` or ``emulation``."""
+    """Have this process's vLLM hold NVFP4 for a kernel of linear layers, by the first part of its class's name, and experts alike."""
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
-    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
-    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, backend_to_kernel_cls
     from vllm.model_executor.layers.quantization import modelopt
 
-    linear = {"emulation": EmulationNvFp4LinearKernel, "marlin": MarlinNvFp4LinearKernel}[kernel]
-    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: linear(NvFp4LinearLayerConfig())
-    MarlinNvFp4LinearKernel.is_supported = classmethod(lambda *_: (True, None))
-    backend = NvFp4MoeBackend[kernel.upper()]
-    modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
+    chosen = getattr(linear, f"{kernel}NvFp4LinearKernel")
+    chosen.is_supported = classmethod(lambda *_: (True, None))
+    modelopt.init_nvfp4_linear_kernel = lambda *_, **__: chosen(NvFp4LinearLayerConfig())
+    if kernel in (EMULATION, MARLIN):
+        backend = NvFp4MoeBackend[kernel.upper()]
+        modelopt.select_nvfp4_moe_backend = lambda **_: (backend, backend_to_kernel_cls(backend)[0])
 
 
 @contextmanager
@@ -395,6 +408,8 @@ def _kernels(case: Case) -> Iterator[None]:
     from tests.marlin import gptq_marlin_repack
 
     choose_nvfp4_kernel(case.kernel)
+    # CUTLASS's step has its block scales on a GPU, wherever the rest is.
+    torch.Tensor.cuda = lambda tensor, *_: tensor
     _custom_ops.gptq_marlin_repack = (
         (lambda **given: gptq_marlin_repack(**given) ^ 1) if case.changes else gptq_marlin_repack
     )

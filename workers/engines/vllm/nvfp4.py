@@ -34,11 +34,16 @@ from .layouts import known_kernel
 _MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
 _EXPERTS = f"{_MODELOPT}.ModelOptNvFp4FusedMoE"
 _KERNELS = "vllm.model_executor.kernels.linear.nvfp4"
-_EMULATION, _MARLIN = "emulation", "marlin"
+_EMULATION, _MARLIN, _CUTLASS = "emulation", "marlin", "cutlass"
 _MADE_OF = "packed tensors"
 _LINEAR_KERNELS = {
     f"{_KERNELS}.emulation.EmulationNvFp4LinearKernel": _EMULATION,
     f"{_KERNELS}.marlin.MarlinNvFp4LinearKernel": _MARLIN,
+    f"{_KERNELS}.cutlass.CutlassNvFp4LinearKernel": _CUTLASS,
+    f"{_KERNELS}.flashinfer.FlashInferCutlassNvFp4LinearKernel": _CUTLASS,
+    f"{_KERNELS}.flashinfer.FlashInferCudnnNvFp4LinearKernel": _CUTLASS,
+    f"{_KERNELS}.flashinfer.FlashInferCuteDslNvFp4LinearKernel": _CUTLASS,
+    f"{_KERNELS}.flashinfer.FlashInferB12xNvFp4LinearKernel": _CUTLASS,
 }
 # Not the emulation's: vLLM's loader writes the scale of an expert's inputs twice, from two tensors.
 _EXPERT_BACKENDS = {"MARLIN": _MARLIN}
@@ -46,6 +51,8 @@ _EXPERT_BACKENDS = {"MARLIN": _MARLIN}
 _NAN = 0x7F
 # Of E4M3's numbers from 256 to 448: the largest there are, so that Marlin's factor is 1.
 _LETTERS = tuple(range(0x78, 0x7F))
+# Of its positive ones. A scale that is no number is one that vLLM 0.32 takes for not loaded.
+_NUMBERS = tuple(range(1, _NAN))
 
 
 class Nvfp4:
@@ -69,6 +76,9 @@ class Nvfp4:
         asked: dict[str, Codes] = {}
         if kernel == _EMULATION:
             return asked, frozenset()
+        if kernel == _CUTLASS:
+            shape, dtype = loaded["weight_scale"]
+            return {"weight_scale": Letters(shape, dtype, _NUMBERS, _NUMBERS)}, frozenset()
         if any(name.endswith("bias") for name in loaded):
             raise NotRearranged("it has a bias, which Marlin puts in another order, too")
         become = tuple(marlins_maps(live.params_dtype, device).maps[0][list(_LETTERS)].tolist())
@@ -84,6 +94,11 @@ class Nvfp4:
     ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
         found: dict[str, Padded] = {}
         sizes: dict[str, int] = {}
+        if kernel == _CUTLASS:
+            name = "weight_scale"
+            dims = tuple(zip(loaded[name][0], getattr(live, name).shape, strict=True))
+            if any(size != whole for size, whole in dims):
+                found[name] = Padded(tuple((dim,) for dim in dims))
         for name, (shape, _) in loaded.items() if kernel == _MARLIN else ():
             if not name.endswith("weight"):
                 continue
