@@ -9,8 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Size
+
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
-from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..plan.catalog import (
+    CatalogError,
+    LayoutError,
+    Model,
+    TrainLayout,
+    bundled_models,
+    bundled_name,
+    open_model,
+)
 from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
@@ -89,12 +99,31 @@ def catalog_model(config: TrainConfig) -> Model | None:
     if name not in bundled_models():
         raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
     model = open_model(name)
-    if config.trainer.mtp_loss_scaling_factor > 0:
-        return model
-    text = model.config.get("text_config")
-    whole = without_prediction(model.config)
-    config_keys = whole if text is None else whole | {"text_config": without_prediction(text)}
+    config_keys = _as_trained(config, model.config)
     return model if config_keys == model.config else replace(model, config=config_keys)
+
+
+def _as_trained(config: TrainConfig, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model's configuration, those of layers for multi-token prediction left out unless they are trained."""
+    if config.trainer.mtp_loss_scaling_factor > 0:
+        return hf_config
+    text = hf_config.get("text_config")
+    whole = without_prediction(hf_config)
+    return whole if text is None else whole | {"text_config": without_prediction(text)}
+
+
+def known_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Size] | None:
+    """Names and shapes of an unquantized checkpoint's weights by the catalogue's arithmetic, without a class of the model.
+
+    None of a family that it does not have, and of a quantized checkpoint, which has other tensors.
+    """
+    if quantization_of(hf_config):
+        return None
+    try:
+        specs = Model(config.model.path, _as_trained(config, dict(hf_config))).specs()
+    except CatalogError:
+        return None
+    return {spec.name: Size(spec.shape) for spec in specs}
 
 
 def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
