@@ -32,7 +32,7 @@ QuantizedFormat = Fp8Blockwise | Int4
 # Families whose quantized parameters the tests hold against vLLM's own, by kinds of formats.
 _QUANTIZED_FAMILIES = {
     Fp8Blockwise.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
-    Int4.kind: ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    Int4.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
 }
 
 
