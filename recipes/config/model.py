@@ -229,14 +229,17 @@ def _int4_violations(
         of_heads = heads * of_head if of_head else hidden
     else:
         of_heads = None
+    shared, inner = text.get("n_shared_experts"), text.get("moe_intermediate_size")
+    of_shared = shared * inner if isinstance(shared, int) and isinstance(inner, int) else None
     for name, total, size, remedy in (
         ("hidden_size", hidden, 1, less),
         ("num_attention_heads times their size", of_heads, parts, spread),
         ("intermediate_size", text.get("intermediate_size"), parts, spread),
         ("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size"), parts, spread),
+        ("n_shared_experts times moe_intermediate_size", of_shared, parts, spread),
         (
             "moe_intermediate_size",
-            text.get("moe_intermediate_size"),
+            inner,
             1 if config.generation.shares_experts else parts,
             of_experts,
         ),

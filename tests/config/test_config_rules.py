@@ -357,6 +357,11 @@ SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
             "48 of shared_expert_intermediate_size",
         ),
         (INT4, WIDE | {"n_shared_experts": 1, "kv_lora_rank": 64}, ""),
+        (
+            INT4 | {"generation.vllm.enable_expert_parallel": True, "generation.tensor_parallel": 4},
+            WIDE | {"n_shared_experts": 1},
+            "48 of n_shared_experts times moe_intermediate_size",
+        ),
         (INT4 | {"generation.backend": "sglang"}, WIDE, ""),
         (INT4 | {"generation.backend": "sglang"}, WIDE | {"n_shared_experts": 1}, "shared experts"),
         (INT4 | {"generation.backend": "sglang"}, WIDE | {"kv_lora_rank": 64}, "latent attention"),
