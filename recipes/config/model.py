@@ -34,6 +34,8 @@ from .weight_dtypes import qat_format
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Whose attention has windows or sinks as Megatron-Bridge builds it.
+_EXCHANGING = ("gpt_oss", "gemma3_text")
 # The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
 _DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -317,6 +319,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         found.append(
             Violation(("trainer.context_parallel", "model.path"), f"trainer.context_parallel: {problem}")
         )
+    found += _exchange_violations(config, text)
     found += _stage_violations(config, text.get("num_hidden_layers"))
     found += lack_violations(config, text)
     method = (quantization_of(hf_config) or {}).get("quant_method")
@@ -412,6 +415,25 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     elif positions is not None:
         found += context_violations(config, positions)
     return found
+
+
+def _exchange_violations(config: TrainConfig, text: Mapping[str, Any]) -> Iterator[Violation]:
+    """Heads that context parallel ranks can't exchange, of models whose windows or sinks have them do so in place of a ring."""
+    key, size, parts = (
+        "trainer.context_parallel",
+        config.trainer.context_parallel,
+        config.trainer.tensor_parallel,
+    )
+    groups = text.get("num_key_value_heads")
+    if text.get("model_type") not in _EXCHANGING or not isinstance(groups, int):
+        return
+    own = max(1, groups // parts)
+    if own % size:
+        yield Violation(
+            (key, "trainer.tensor_parallel", "model.path"),
+            f"{key}: {size}, but the model's attention has windows or sinks, for which ranks exchange heads, and of KV heads a rank has {own} "
+            f"(num_key_value_heads {groups}, trainer.tensor_parallel {parts}); give a divisor of {own}",
+        )
 
 
 def _stage_violations(config: TrainConfig, layers: int | None) -> Iterator[Violation]:
