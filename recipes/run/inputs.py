@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class RunInputs:
 
         if not is_hub_name(model_path):
             # Of a model whose code can't be run here, or is not brought.
-            known = known_weights(config, local_hf_config(str(folder)) or {}) if trust else None
+            known = partial(known_weights, config, local_hf_config(str(folder)) or {})
             read("model.path", check_checkpoint, folder, trust, config.trainer.backend == "fsdp", known)
         prompts = [
             read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
