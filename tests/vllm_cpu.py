@@ -109,7 +109,8 @@ def multiply_by_int4() -> None:
     from vllm import _custom_ops
 
     def product(input: Any, q_weight: Any, scales: Any, bias: Any, **more: Any) -> Any:
-        assert more["zeros"] is more["g_idx"] is None
+        # The newer releases have no order of activations here.
+        assert more["zeros"] is more.get("g_idx") is None
         packed = q_weight.view(torch.uint8)
         codes = torch.stack((packed & 15, packed >> 4), -1).view(len(q_weight), -1, 16).transpose(1, 2)
         codes = codes.reshape(scales.shape[1], -1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-# Configuration, tokenizer and the index of the weights' files.
-_SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
+# Configuration, tokenizer, the index of the weights' files, and code that is run where it is trusted.
+_SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -53,6 +55,44 @@ def checkpoint_folder(name: str | Path, *, weights: bool = True) -> Path:
             f"hosts without a network, fetch it elsewhere with `hf download {name} --local-dir FOLDER`, put FOLDER "
             "where all hosts see it, and give it as model.path"
         ) from error
+
+
+def copy_own_code(name: str | Path) -> None:
+    """Have transformers copy the code that a checkpoint brings to its folder of such code, one process at a time.
+
+    transformers 5.12 writes these copies (``HF_MODULES_CACHE``) in place, where another process may be reading them, and writes none that
+    is there already. So whoever runs such code calls this before, on each host; hosts may share the folder.
+
+    Args:
+        name: as :func:`checkpoint_folder` takes it.
+
+    Raises:
+        CheckpointUnreachable: as :func:`checkpoint_folder`.
+    """
+    from huggingface_hub.utils import WeakFileLock
+    from transformers import dynamic_module_utils
+
+    folder = checkpoint_folder(name, weights=False)
+    copies = Path(dynamic_module_utils.HF_MODULES_CACHE)
+    copies.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(copies / ".rlrefit.lock"):
+        for file in sorted(set(_own_code(folder))):
+            # Copies of what an engine is given by the hub's name have places of their own.
+            for source in {str(folder), str(name)}:
+                # What is wrong with it is told where it is run, if it is.
+                with suppress(Exception):
+                    dynamic_module_utils.get_cached_module_file(source, file)
+
+
+def _own_code(folder: Path) -> Iterator[str]:
+    """The files that a checkpoint's configurations name, its model's and its tokenizer's among them; none of another checkpoint."""
+    for path in folder.glob("*config.json"):
+        # What can't be read is told by who needs it.
+        with suppress(OSError, ValueError, AttributeError):
+            for named in (json.loads(path.read_text()).get("auto_map") or {}).values():
+                for reference in named if isinstance(named, list) else [named]:
+                    if reference and "--" not in reference:
+                        yield f"{reference.partition('.')[0]}.py"
 
 
 def ending_tokens(folder: Path) -> tuple[int, ...]:

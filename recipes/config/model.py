@@ -9,8 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Size
+
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
-from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..plan.catalog import (
+    CatalogError,
+    LayoutError,
+    Model,
+    TrainLayout,
+    bundled_models,
+    bundled_name,
+    open_model,
+)
 from ..plan.catalog.sections import language_model
 from ..tiny.checkpoints import KINDS, PREFIX
 from .checks import adapts_experts
@@ -24,6 +34,8 @@ from .weight_dtypes import qat_format
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Whose attention has windows or sinks as Megatron-Bridge builds it.
+_EXCHANGING = ("gpt_oss", "gemma3_text")
 # The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
 _DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -89,12 +101,31 @@ def catalog_model(config: TrainConfig) -> Model | None:
     if name not in bundled_models():
         raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
     model = open_model(name)
-    if config.trainer.mtp_loss_scaling_factor > 0:
-        return model
-    text = model.config.get("text_config")
-    whole = without_prediction(model.config)
-    config_keys = whole if text is None else whole | {"text_config": without_prediction(text)}
+    config_keys = _as_trained(config, model.config)
     return model if config_keys == model.config else replace(model, config=config_keys)
+
+
+def _as_trained(config: TrainConfig, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model's configuration, those of layers for multi-token prediction left out unless they are trained."""
+    if config.trainer.mtp_loss_scaling_factor > 0:
+        return hf_config
+    text = hf_config.get("text_config")
+    whole = without_prediction(hf_config)
+    return whole if text is None else whole | {"text_config": without_prediction(text)}
+
+
+def known_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Size] | None:
+    """Names and shapes of an unquantized checkpoint's weights by the catalogue's arithmetic, without a class of the model.
+
+    None of a family that it does not have, and of a quantized checkpoint, which has other tensors.
+    """
+    if quantization_of(hf_config):
+        return None
+    try:
+        specs = Model(config.model.path, _as_trained(config, dict(hf_config))).specs()
+    except CatalogError:
+        return None
+    return {spec.name: Size(spec.shape) for spec in specs}
 
 
 def size_violations(config: TrainConfig, lack: str) -> Iterator[Violation]:
@@ -200,14 +231,17 @@ def _int4_violations(
         of_heads = heads * of_head if of_head else hidden
     else:
         of_heads = None
+    shared, inner = text.get("n_shared_experts"), text.get("moe_intermediate_size")
+    of_shared = shared * inner if isinstance(shared, int) and isinstance(inner, int) else None
     for name, total, size, remedy in (
         ("hidden_size", hidden, 1, less),
         ("num_attention_heads times their size", of_heads, parts, spread),
         ("intermediate_size", text.get("intermediate_size"), parts, spread),
         ("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size"), parts, spread),
+        ("n_shared_experts times moe_intermediate_size", of_shared, parts, spread),
         (
             "moe_intermediate_size",
-            text.get("moe_intermediate_size"),
+            inner,
             1 if config.generation.shares_experts else parts,
             of_experts,
         ),
@@ -285,6 +319,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         found.append(
             Violation(("trainer.context_parallel", "model.path"), f"trainer.context_parallel: {problem}")
         )
+    found += _exchange_violations(config, text)
     found += _stage_violations(config, text.get("num_hidden_layers"))
     found += lack_violations(config, text)
     method = (quantization_of(hf_config) or {}).get("quant_method")
@@ -380,6 +415,25 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     elif positions is not None:
         found += context_violations(config, positions)
     return found
+
+
+def _exchange_violations(config: TrainConfig, text: Mapping[str, Any]) -> Iterator[Violation]:
+    """Heads that context parallel ranks can't exchange, of models whose windows or sinks have them do so in place of a ring."""
+    key, size, parts = (
+        "trainer.context_parallel",
+        config.trainer.context_parallel,
+        config.trainer.tensor_parallel,
+    )
+    groups = text.get("num_key_value_heads")
+    if text.get("model_type") not in _EXCHANGING or not isinstance(groups, int):
+        return
+    own = max(1, groups // parts)
+    if own % size:
+        yield Violation(
+            (key, "trainer.tensor_parallel", "model.path"),
+            f"{key}: {size}, but the model's attention has windows or sinks, for which ranks exchange heads, and of KV heads a rank has {own} "
+            f"(num_key_value_heads {groups}, trainer.tensor_parallel {parts}); give a divisor of {own}",
+        )
 
 
 def _stage_violations(config: TrainConfig, layers: int | None) -> Iterator[Violation]:

@@ -9,6 +9,7 @@ from typing import Any
 from ...integration.colocated.stages import SleepingEngine
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitMismatch
+from ...workers.checkpoint_folder import copy_own_code
 from ...workers.engines.common.awaited import Forwarded
 from ...workers.engines.common.completion import Completion
 from ...workers.engines.sglang.callers import EngineCaller
@@ -90,6 +91,8 @@ class SglangActor(EngineActor):
         import sglang
 
         self._stop = stop_token_ids
+        if arguments.get("trust_remote_code"):
+            copy_own_code(model_path)
         self._engine = sglang.Engine(model_path=model_path, **arguments)
         self._calls = self._made_calls(self._engine)
 

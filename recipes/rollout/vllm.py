@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...integration.config import RefitConfig
+from ...workers.checkpoint_folder import copy_own_code
 from ...workers.engines.common.completion import Completion
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup
@@ -48,6 +49,8 @@ class VllmActor(EngineActor):
         from ...workers.engines.vllm.driver import EXTENSION, VllmDriver
 
         self._stop, self._seeded = stop_token_ids, seed_per_request
+        if arguments.get("trust_remote_code"):
+            copy_own_code(model_path)
         self._llm = LLM(model_path, worker_extension_cls=EXTENSION, **arguments)
         self._driver = VllmDriver(self._llm)
         self._sleeper: VllmSleeper | None = None

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
+from ...workers.checkpoint_folder import (
+    CheckpointUnreachable,
+    checkpoint_folder,
+    copy_own_code,
+    ending_tokens,
+    is_hub_name,
+)
 from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, brings_code, check_checkpoint
 from ..config.load import ConfigError, model_violations, resolve_data_path
+from ..config.model import known_weights, local_hf_config
 from ..config.schema import TrainConfig
 from ..data.dataset import DataError
 from ..data.prompts import PromptDataset, PromptSampler, held_out, load_prompts
@@ -49,6 +57,8 @@ class RunInputs:
         try:
             # Of a hub checkpoint the weights are fetched, and checked, where the ranks are.
             folder = checkpoint_folder(model_path, weights=False)
+            if config.model.trust_remote_code:
+                copy_own_code(model_path)
         except CheckpointUnreachable as error:
             raise ConfigError(config.name, [f"model.path: {error}"]) from error
         trust = config.model.trust_remote_code
@@ -93,7 +103,9 @@ class RunInputs:
                 return None
 
         if not is_hub_name(model_path):
-            read("model.path", check_checkpoint, folder, trust, config.trainer.backend == "fsdp")
+            # Of a model whose code can't be run here, or is not brought.
+            known = partial(known_weights, config, local_hf_config(str(folder)) or {})
+            read("model.path", check_checkpoint, folder, trust, config.trainer.backend == "fsdp", known)
         prompts = [
             read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
             for part, keys in (("train", data), ("validation", held_out(data)))

@@ -88,6 +88,8 @@ _INT4_CASES: list[tuple[str, GenLayout, int]] = [
     ("qwen3", GenLayout(tp=4), 2),
     ("qwen3_moe", GenLayout(tp=4), 3),
     ("qwen3_moe", GenLayout(tp=2, ep=2), 1),
+    ("deepseek_v3", GenLayout(tp=4), 3),
+    ("deepseek_v3", GenLayout(tp=2, ep=2, pp=2), 3),
 ]
 # In NVFP4, with weights alone or with inputs, too.
 _NVFP4_CASES: list[tuple[str, GenLayout, int]] = [

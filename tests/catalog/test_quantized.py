@@ -75,6 +75,8 @@ _INT4_CASES: list[tuple[str, dict[str, Any], TrainLayout | FsdpLayout, set[str]]
     ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], FsdpLayout(3), set()),
     ("qwen3", BLOCK_CONFIGS["qwen3"], TrainLayout(tp=2, pp=2), set()),
     ("qwen3", _NARROW, TrainLayout(tp=4), {"mlp.down_proj"}),
+    ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(tp=2, ep=2), {"mlp.gate"}),
+    ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(pp=2, ep=4), {"mlp.gate"}),
 ]
 
 
@@ -175,8 +177,8 @@ def test_families_that_are_not_known_in_blocks_or_under_fsdp_are_refused() -> No
         Model("gpt_oss", CONFIGS["gpt_oss"], quantize=Fp8Blockwise()).specs()
     with pytest.raises(CatalogError, match="qwen2 model in NVFP4 is not in the catalogue"):
         Model("qwen2", CONFIGS["qwen2"], quantize=Nvfp4()).specs()
-    with pytest.raises(CatalogError, match="deepseek_v3 model in INT4 is not in the catalogue"):
-        Model("deepseek_v3", CONFIGS["deepseek_v3"], quantize=Int4(32)).specs()
+    with pytest.raises(CatalogError, match="glm4_moe model in INT4 is not in the catalogue"):
+        Model("glm4_moe", CONFIGS["glm4_moe"], quantize=Int4(32)).specs()
     for name in ("kimi_k2", "nemotron_h"):
         (found,) = violations(Model(name, CONFIGS[name]), FsdpLayout(2))
         assert f"how FSDP2 holds a {name} model is not in the catalogue" in found

@@ -8,16 +8,18 @@ from unittest.mock import patch
 
 import pytest
 
+from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.config.load import ConfigError, bundled_recipes, load_config, model_violations
 from rlrefit.recipes.config.model import catalog_violations
 from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
 from rlrefit.recipes.policy.make import policy_config
-from rlrefit.recipes.rollout.arguments import vllm_arguments, vllm_bundles
+from rlrefit.recipes.rollout.arguments import int4, vllm_arguments, vllm_bundles
 from rlrefit.recipes.run.cluster import bundles_by_host
 from rlrefit.workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name
 from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
 from rlrefit.workers.trainers.megatron.pipeline_layout import pipeline_layout_violations, pipeline_stages
+from rlrefit.workers.trainers.qat.config import QATConfig
 
 REAL = [name for name in bundled_recipes() if "tiny" not in name]
 
@@ -153,6 +155,22 @@ def test_every_key_reaches_megatron_and_vllm() -> None:
     small = load_config("grpo_qwen3_4b")
     assert "max_num_seqs" not in vllm_arguments(small)
     assert vllm_bundles(small) == 1
+
+
+def test_kimi_k2_is_trained_in_what_its_engines_hold_and_an_engine_fits_on_a_host(violations) -> None:
+    assert violations("model.trust_remote_code=true", recipe="grpo_kimi_k2_int4") == ()
+    config = load_config("grpo_kimi_k2_int4")
+    assert not config.model.trust_remote_code  # which a user has to ask for
+    policy = policy_config(config, "model", None)
+    assert policy.qat == QATConfig(activations=False, format=Int4(32))
+    arguments = vllm_arguments(config, open_model("kimi-k2").config)
+    assert arguments["hf_overrides"] == {"quantization_config": int4(32)}
+    assert (arguments["enable_expert_parallel"], arguments["moe_backend"]) == (True, "marlin")
+    assert vllm_bundles(config) == 1
+    told = violations(
+        "generation.weight_group=128", "generation.tensor_parallel=32", recipe="grpo_kimi_k2_int4"
+    )
+    assert [text for text in told if "64 of n_shared_experts times moe_intermediate_size" in text]
 
 
 def test_a_recipes_layouts_are_told_in_the_planners_words() -> None:

@@ -46,7 +46,7 @@ def rows(found_ahead: FoundAhead) -> dict[str, Row]:
 
 
 def test_every_recipe_for_a_real_model_can_be_planned_and_goes_shard_to_shard(rows: dict[str, Row]) -> None:
-    assert len(rows) == 11
+    assert len(rows) == 12
     for name, row in rows.items():
         assert row.planned.bulk_share >= 0.99, name
         assert row.planned.analysis.busiest_link_ratio <= 1.1, name

@@ -123,7 +123,9 @@ def _quantize(
     tensors = {}
     for name, tensor in read_checkpoint(str(path)).items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj") and not any(re.match(pattern, module) for pattern in patterns):
+        if module.endswith(("_proj", "_proj_with_mqa")) and not any(
+            re.match(pattern, module) for pattern in patterns
+        ):
             tensors |= zip([name + end for end in ends], by(tensor), strict=True)
         else:
             tensors[name] = tensor

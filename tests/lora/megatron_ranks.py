@@ -80,9 +80,11 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
     from megatron.core import parallel_state
 
     from rlrefit.integration.errors import RefitError
+    from rlrefit.integration.quantize.formats import Int4
     from rlrefit.workers.trainers.megatron.adapter_source import AdapterSource
     from rlrefit.workers.trainers.megatron.source import MegatronSource
     from rlrefit.workers.trainers.offload import Residence
+    from rlrefit.workers.trainers.trained import note_trained
 
     def told(work: Callable[[], object]) -> str:
         try:
@@ -130,6 +132,12 @@ def _refusals(case: Case, checkpoint: str) -> dict[str, str]:
     found["other scaling"] = told(source.prepare)
     next(model[0].parameters()).requires_grad_(True)
     found["trained beside"] = told(lambda: AdapterSource(bridge, model))
+    bridge, model = build(case.layout, checkpoint)
+    LoRA(dim=RANK, target_modules=["linear_proj"])(model)
+    for chunk in model:
+        note_trained(chunk, {f"model.layers.0.self_attn.{name}_proj.weight": Int4(32) for name in "qkvo"})
+    found["quantized, alone"] = told(lambda: AdapterSource(bridge, model))
+    found["quantized, merged"] = told(lambda: MegatronSource(bridge, model))
     return found
 
 

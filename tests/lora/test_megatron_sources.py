@@ -120,6 +120,8 @@ def test_an_adapter_that_bridge_splits_in_another_way_than_its_weight_goes_throu
         *((f"{way} elsewhere", "rank 1 of the trainer can't send") for way in WAYS),
         ("other scaling", "other ranks or scalings"),
         ("trained beside", "are no factors"),
+        ("quantized, alone", "model.layers.0.self_attn.k_proj.weight"),
+        ("quantized, merged", "model.layers.0.self_attn.o_proj.weight"),
     ],
 )
 def test_adapters_that_would_reach_the_engine_as_something_else_are_refused(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .ranks import slices, token_ids
 
@@ -23,12 +24,14 @@ class Case:
         dequantized: the same with the weights that an engine makes of its matrices.
         megatron: the layout.
         quantized: under FSDP, whether before or after the model is sharded.
+        latent: whether it has latent attention, which Megatron-core's own attention for CPUs does not compute.
     """
 
     checkpoint: Path
     dequantized: Path
     megatron: dict[str, int] | None = None
     quantized: str = "before"
+    latent: bool = False
 
 
 def run(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -89,12 +92,15 @@ def _fsdp(case: Case) -> dict[str, Any]:
 def _megatron(case: Case) -> dict[str, Any]:
     from megatron.core import parallel_state
 
+    from rlrefit.recipes.plan.offline_bridge import accept_any_attention
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
     from rlrefit.workers.trainers.megatron.source import MegatronSource
     from rlrefit.workers.trainers.qat.layers import EXPERTS, weigh_outputs
     from rlrefit.workers.trainers.qat.megatron import quantize_chunks
 
     assert case.megatron is not None
+    if case.latent:
+        accept_any_attention()
     layout = MegatronLayout(**case.megatron)
     quantized, plain = (
         build_megatron(folder, layout, dtype=torch.bfloat16, distributed_optimizer=False)
@@ -102,6 +108,9 @@ def _megatron(case: Case) -> dict[str, Any]:
     )
     for built in (quantized, plain):
         built.provider.gradient_accumulation_fusion = False
+        for module in built.model[0].modules() if case.latent else ():
+            if type(module).__name__ == "MLASelfAttention":
+                module.core_attention.forward = _attend
     qat = quantize_chunks(quantized.bridge, quantized.model, config())
     for module in plain.model[0].modules():
         if type(module).__name__ in EXPERTS:
@@ -117,12 +126,23 @@ def _megatron(case: Case) -> dict[str, Any]:
     report["without gradient"] = [name for name, gradient in gradients[0].items() if not gradient.any()]
     with torch.no_grad():
         for parameter in quantized.model[0].parameters():
+            if not getattr(parameter, "tensor_model_parallel", False) and getattr(
+                parameter, "allreduce", True
+            ):
+                dist.all_reduce(parameter.main_grad)  # as Megatron does, of what all ranks hold whole
             parameter.data.sub_(0.5 * parameter.main_grad)  # of which nothing is told
     report["changed"] = not torch.equal(_passes(quantized.model[0])[0], logits[0])
     exported = source.export([spec.name for spec in source.specs()])
     report |= {"trained": {name: t.clone() for name, t in exported}, "second": _sent(source, qat)}
     parallel_state.destroy_model_parallel()
     return report
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Causal attention of ``[S, B, heads, width]``, where values have another width."""
+    batches_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(*batches_first, is_causal=True)
+    return found.permute(2, 0, 1, 3).flatten(2)
 
 
 def _passes(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -327,6 +327,34 @@ def test_a_source_that_does_not_tell_what_is_trained_is_compared_with_what_the_w
     assert error.value.parameter == odd
 
 
+@pytest.mark.parametrize("config", [CONFIG, QATConfig(activations=False)], ids=["int4", "nvfp4"])
+def test_the_plain_mixin_sends_no_adapter_of_a_model_that_is_trained_quantized(
+    config: QATConfig, checkpoints: Callable[[str], Path]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def worker(lora: str, target: str) -> Any:
+        trained = _model(checkpoints("qwen3"))
+        names.append(min(quantize_module(trained, config).weights))
+
+        class Worker(FSDPRefitMixin):
+            model = get_peft_model(trained, LoraConfig(r=4, target_modules=[target]))  # type: ignore[arg-type]
+            refit_config = replace(REFIT, lora=lora, trainer_quantize_int4=lora == "merge")
+            refit_dtype = BF16
+
+        return Worker()
+
+    names: list[str] = []
+    with pytest.raises(RefitMismatch) as error:
+        worker("adapter", "lm_head").prepare_refit_info()
+    assert error.value.parameter == names[0]
+    with pytest.raises(RefitMismatch) as error:
+        worker("merge", "q_proj").prepare_refit_info()
+    assert error.value.parameter == "model.layers.0.self_attn.q_proj.weight"
+    # It is added to a weight that training computes with as it is.
+    assert worker("merge", "lm_head").prepare_refit_info()
+
+
 def test_weights_that_training_leaves_out_of_nvfp4_may_reach_the_engine_in_another_format(
     checkpoints: Callable[[str], Path],
 ) -> None:

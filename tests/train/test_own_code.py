@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from rlrefit.recipes.config.load import ConfigError, load_config
 from rlrefit.recipes.rollout.arguments import sglang_arguments, vllm_arguments
 from rlrefit.recipes.run.inputs import RunInputs
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.checkpoint_folder import copy_own_code
 from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
 from tests.families.checkpoints import write_checkpoint
+from tests.spawn import run_ranks
 
-from .own_code import write_with_code
+from .own_code import load_at_once, write_with_code
 from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 
@@ -179,3 +182,52 @@ def test_kimi_k25_which_brings_its_configuration_is_read_and_its_files_are_check
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointMismatch, match=r"model\.safetensors"):
         check_checkpoint(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.experts.3.up_proj.weight", None])
+def test_weights_are_compared_by_name_where_only_the_configuration_can_be_run_and_the_catalogue_has_the_family(
+    lost: str | None, tmp_path: Path
+) -> None:
+    folder = Path(write_checkpoint("kimi_k2", tmp_path / f"kimi_{lost}", changes={"vocab_size": 64}))
+    other = make_checkpoint("qwen3", tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(other / name, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if lost is not None:
+        del tensors[lost]
+    save_file(tensors, file, {"format": "pt"})
+    config = load_config("grpo_tiny", [f"model.path={folder}", f"{KEY}=true"])
+    try:
+        RunInputs(config, str(folder))
+        found = []
+    except ConfigError as error:
+        found = [text for text in error.violations if "whole" in text]
+    assert [lost in text for text in found] == ([] if lost is None else [True])
+
+
+def test_ranks_that_share_a_folder_of_code_find_it_whole_and_one_of_them_has_written_it(
+    tmp_path: Path,
+) -> None:
+    checkpoint = write_with_code(tmp_path / "own_shared")
+    copied = run_ranks(load_at_once, 4, checkpoint, tmp_path / "copies")
+    assert sorted(copied)[:3] == [0, 0, 0]
+    assert sum(copied) > 1
+
+
+def test_code_of_tokenizers_and_of_the_hub_is_copied_where_it_is_and_none_is_run(tmp_path: Path) -> None:
+    checkpoint = write_with_code(tmp_path / "own_of_tokenizer")
+    (checkpoint / "tokenization_own.py").write_text("raise RuntimeError('it was run')\n")
+    names = {
+        "AutoTokenizer": [None, "tokenization_own.Tokenizer"],
+        "AutoProcessor": "else/where--other.Processor",
+    }
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"auto_map": names}))
+    (checkpoint / "generation_config.json").write_text("{")
+    copy_own_code(checkpoint)
+    found = Path(dynamic_module_utils.HF_MODULES_CACHE).rglob("own_of_tokenizer/*/*.py")
+    assert {path.name for path in found} - {"__init__.py"} == {
+        "configuration_own.py",
+        "modeling_own.py",
+        "tokenization_own.py",
+    }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_int4_checks import by_case, check_bytes, check_in_place, check_refusal
 from rlrefit.integration.quantize.formats import Int4
 from rlrefit.recipes.rollout.arguments import int4
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
+from tests.gpu.vllm_checkpoints import quantize_to_int4
 from tests.spawn import PATIENT_S, run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -31,9 +33,11 @@ KIMI = {
     "Kimi-K2.5, Triton": ("kimi_k25", CPU),
     "Kimi-K2, Marlin": ("kimi_k2", MARLIN),
 }
+# All matrices of its decoder layers are, as recipes have it, and with them what latent attention makes of one of them.
+LATENT = "Kimi-K2, latent attention"
 # Of stages, and of Kimi's what Kimi-K2.5 has with Marlin and a Qwen with Triton.
 _MORE = {"Marlin, stages", "Kimi-K2, Marlin", "Kimi-K2.5, Triton"}
-ALL = left_to_all([*CASES, *KIMI], _MORE)
+ALL = left_to_all([*CASES, *KIMI, LATENT], _MORE)
 Results = dict[str, list[Fp8Result]]
 # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.
 CUT = {"experts": True, "width": 192}
@@ -41,7 +45,7 @@ CUT = {"experts": True, "width": 192}
 
 def refit_int4_experts(folder: Path) -> tuple[Results, list[str]]:
     """In one pair of processes; beside the results what each rank told of experts whose groups are cut."""
-    cases = sorted({*CASES, *KIMI} - _MORE)
+    cases = sorted({*CASES, *KIMI, LATENT} - _MORE)
     cut = write_int4_case(folder / "cut", CPU, int4(64), **CUT)
     listed = [_written(folder, name) for name in cases]
     by_rank = run_ranks(refit_int4_and_cut, 2, listed, cut, timeout_s=PATIENT_S, made_by=vllm_processes)
@@ -63,6 +67,8 @@ AHEAD = (refit_int4_experts, refit_more_int4_experts)
 def _written(folder: Path, name: str) -> Any:
     if name in KIMI:
         return write_kimi_case(folder / name, *KIMI[name])
+    if name == LATENT:
+        return write_kimi_case(folder / name, "kimi_k2", CPU, partial(quantize_to_int4, config=int4(32)))
     kernel, group, options = CASES[name]
     return write_int4_case(folder / name, kernel, int4(group), experts=True, **options)
 
@@ -109,6 +115,16 @@ def test_of_kimi_experts_arrive_as_codes_and_all_else_in_bf16_shard_to_shard(
             parts += ["vision_tower.encoder.blocks.1.wqkv", "mm_projector.proj.2"]
         for part in parts:
             assert any(name.endswith(f"{part}.weight") for name in plain)
+
+
+def test_latent_attention_in_int4_arrives_as_codes_shard_to_shard(found_ahead: FoundAhead) -> None:
+    ranks = found_ahead.by(refit_int4_experts)[0][LATENT]
+    check_in_place(ranks)
+    held = {name for rank in ranks for name in rank.own}
+    for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        name = f"model.layers.1.self_attn.{part}.weight"
+        assert name in held
+        assert {f"{name}_packed", f"{name}_scale"} <= {*ranks[0].bulk}
 
 
 def test_experts_whose_shards_cut_groups_are_refused(found_ahead: FoundAhead) -> None:

@@ -332,7 +332,13 @@ def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(
 ):
     """After start-up its parameters are plain and transposed, and the model's own loader dies of them half-way."""
     for rank in ranks:
-        assert rank.bare_load in ("AttributeError", "AssertionError", "RuntimeError", "TypeError", "ValueError")
+        assert rank.bare_load in (
+            "AttributeError",
+            "AssertionError",
+            "RuntimeError",
+            "TypeError",
+            "ValueError",
+        )
         assert not any("_proj" in name for name in rank.bulk)
         assert "model.layers.1.mlp.up_proj.weight" in rank.misc
         assert "model.norm.weight" in rank.bulk

@@ -205,15 +205,18 @@ def write_int4_case(
     return _written(folder, config, quantize, layout, {}, kernel=kernel, setting=setting)
 
 
-def write_kimi_case(folder: Path, family: str, kernel: str) -> Fp8Case:
-    """Two models of Kimi-K2 or Kimi-K2.5 in BF16, and with experts alone in INT4 in groups of 32, for two ranks of TP."""
+def write_kimi_case(
+    folder: Path, family: str, kernel: str, quantize: Callable[[Path], None] = quantize_experts
+) -> Fp8Case:
+    """Two models of Kimi-K2 or Kimi-K2.5 in BF16, and, unless told otherwise, with experts alone in INT4 in groups of 32, for two ranks of TP."""
     sizes = {key: _SHAPE[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
-    latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
-    changes = sizes | latent | {"moe_intermediate_size": 256} | BIASED_ROUTER
+    latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+    widths = {"intermediate_size": 64, "moe_intermediate_size": 256}
+    changes = sizes | latent | widths | BIASED_ROUTER
     trained = write_pair(family, folder / "bf16", changes, router_dtype=torch.float32)
     served = [str(shutil.copytree(path, folder / "int4" / Path(path).name)) for path in trained]
     for path in served:
-        quantize_experts(Path(path))
+        quantize(Path(path))
     case = Case(served[0], served[1], Layout(tensor=2), family=True)
     return Fp8Case(trained, case, kernel=kernel, setting="trainer_quantize_int4")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..checkpoint_folder import checkpoint_folder
+from ..checkpoint_folder import checkpoint_folder, copy_own_code
 from .megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 
 
@@ -44,6 +44,8 @@ def check_on_all_ranks(
     folder, config, fault = Path(model_path), None, ""
     try:
         folder = checkpoint_folder(model_path, weights=weights)
+        if trust_remote_code:
+            copy_own_code(model_path)
         config = check_checkpoint(folder, trust_remote_code, needs_model) if weights else None
     except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
         fault = str(error)

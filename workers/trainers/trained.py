@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from ...integration.errors import RefitMismatch
 from ...integration.quantize.formats import Format
 
 _KEY = "_trained_formats"
@@ -26,3 +27,32 @@ def noted_formats(modules: Iterable[tuple[str, Any]]) -> Mapping[str, Format]:
         for path, module in modules
         for name, format in getattr(module, _KEY, {}).items()
     }
+
+
+def require_no_adapters(trained: Mapping[str, Format], merged: Collection[str] | None = None) -> None:
+    """Check that adapters are not sent of a model that is trained quantized.
+
+    Args:
+        trained: weights of the whole model, as :func:`noted_formats` tells them.
+        merged: the weights into which adapters are merged; None if the factors travel alone.
+
+    Raises:
+        RefitMismatch: engines would compute something else than training; names the first such weight.
+    """
+    wrong = sorted(trained if merged is None else trained.keys() & merged)
+    if not wrong:
+        return
+    name = wrong[0]
+    otherwise = (
+        "and the adapter is sent alone (policy.refit.lora): the engine keeps the weights that it was started with, and nothing tells "
+        "which codes these are"
+        if merged is None
+        else "to which the adapter is added; a refit would merge both first, and the engine would get codes of the sum"
+    )
+    raise RefitMismatch(
+        f"training computes with what {trained[name]} makes of it, {otherwise}. So it is with {len(wrong) - 1} more weights, and the engine would "
+        "generate by other weights than training computes with. Nothing was sent. Train all weights of this model, without adapters, or the "
+        "adapters over a model that is not trained quantized",
+        stage="prepare",
+        parameter=name,
+    )

@@ -35,7 +35,7 @@ QuantizedFormat = Fp8Blockwise | Int4 | Nvfp4
 # Families whose quantized parameters the tests hold against vLLM's own, by kinds of formats.
 _QUANTIZED_FAMILIES = {
     Fp8Blockwise.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
-    Int4.kind: ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    Int4.kind: ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe"),
     # Marlin puts biases in another order, so that Qwen2's projections with them take the misc path.
     Nvfp4.kind: ("llama", "qwen3", "qwen3_moe"),
 }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ....integration.errors import RefitError
 from ....integration.weights.endpoints import rank_device
+from ...checkpoint_folder import copy_own_code
 from ..common.completion import Completion
 from ..common.destination_mixin import DestinationRefitMixin
 from .adapter_destination import TransformersAdapterDestination
@@ -48,6 +49,8 @@ class TransformersEngine(DestinationRefitMixin):
             spread: dict[str, Any] = {"tp_plan": "auto", "device_mesh": mesh}
         else:
             spread = {}
+        if trust_remote_code:
+            copy_own_code(model_path)
         model = _model_class(model_path, trust_remote_code).from_pretrained(
             model_path, dtype=dtype, trust_remote_code=trust_remote_code, **spread
         )

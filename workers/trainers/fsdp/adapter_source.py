@@ -12,8 +12,10 @@ from ....integration.layout import Fragment
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device
 from ....integration.weights.manifest import TensorSpec
 from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings, changes_base
+from ..trained import noted_formats, require_no_adapters
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
 from .casting import exported
+from .checkpoint import unwrapped_modules
 from .parameters import KeptTensors, require_known
 
 
@@ -29,6 +31,7 @@ class AdapterSource:
 
     Raises:
         RefitError: not exactly one adapter is active, or it is more than plain LoRA; lists all reasons.
+        RefitMismatch: the base is trained quantized.
 
     Nothing is a collective but ``export``.
     """
@@ -42,6 +45,7 @@ class AdapterSource:
                 "engine. Nothing was sent. Put one into it (peft.get_peft_model), or set it to merge",
                 stage="prepare",
             )
+        require_no_adapters(noted_formats(unwrapped_modules(model)))
         adapters = Adapters(model)
         self._targets = adapters.targets
         self._adapter = _only_adapter(model, adapters)

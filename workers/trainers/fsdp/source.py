@@ -12,7 +12,7 @@ from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device
 from ....integration.weights.manifest import TensorSpec
-from ..trained import noted_formats
+from ..trained import noted_formats, require_no_adapters
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint, unwrapped_modules
@@ -37,6 +37,7 @@ class FSDPSource:
 
     Raises:
         RefitError: a model whose weights can't be told from its tensors; lists all reasons.
+        RefitMismatch: adapters over weights that are trained quantized.
 
     Nothing is a collective but ``export``, and under adapters ``prepare``, which gathers their factors once all ranks have told that
     they compute with the same.
@@ -66,6 +67,11 @@ class FSDPSource:
         )
         if self._plan is not None:
             self._plan.check(self._weights)
+        if self._adapters is not None:
+            adapted = self._adapters.targets.keys()
+            require_no_adapters(
+                self.trained_formats, {w.name for w in self._weights if adapted & set(w.made_of)}
+            )
         self._dtypes = _export_dtypes(model, self._kept, dtype)
         self._specs = [TensorSpec(w.name, w.shape, self._dtype(w)) for w in self._weights]
         self._chosen: tuple[frozenset[str], list[CheckpointWeight]] = frozenset(), []

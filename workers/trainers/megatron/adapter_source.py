@@ -13,6 +13,7 @@ from ....integration.layout import Fragment
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ...lora import PREFIX, SETTINGS_NAME
+from ..trained import noted_formats, require_no_adapters
 from .adapters import Adapters, has_adapters, is_adapted
 from .enumeration import conversion_tasks
 from .rules import Refused
@@ -33,6 +34,7 @@ class AdapterSource:
 
     Raises:
         RefitError: on all ranks: there is no adapter, or more than plain LoRA, or something else is trained; lists all reasons.
+        RefitMismatch: the base is trained quantized.
     """
 
     def __init__(self, bridge: Any, model: list[Any]):
@@ -43,6 +45,7 @@ class AdapterSource:
                 "Put one into it (megatron.bridge.peft), or set it to merge",
                 stage="prepare",
             )
+        require_no_adapters(noted_formats(("", module) for module in model[0].modules()))
         self._adapters = Adapters(bridge, model, tasks, self.device, alone=True)
         exports = self._adapters.exports()
         self._text = self._adapters.settings(exports).to_tensor()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ class CheckpointMismatch(ValueError):
 
 
 def expected_tensors(
-    config: Any, trust_remote_code: bool = False, needs_model: bool = False
+    config: Any,
+    trust_remote_code: bool = False,
+    needs_model: bool = False,
+    known: Callable[[], Mapping[str, Size] | None] = lambda: None,
 ) -> dict[str, Size] | None:
     """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
 
@@ -38,9 +42,10 @@ def expected_tensors(
         config: of the checkpoint.
         trust_remote_code: run the code that it brings.
         needs_model: whether training is impossible without transformers' class of the model, or the checkpoint's.
+        known: names and shapes without a class of the model, or None; asked where there is none that can be run.
 
     Returns:
-        None if there is neither, or if the checkpoint's can't be run here.
+        None if there is neither class, or if the checkpoint's can't be run here, and nothing is known besides.
 
     Raises:
         ValueError: transformers knows no causal language model for the config.
@@ -59,6 +64,8 @@ def expected_tensors(
             problem = f"the code that it brings for its model, {brought[kind.__name__]}, can't be run here: {reason}"
     if needs_model:
         raise CheckpointMismatch(f"{config.model_type}: {problem}. {_MEND}")
+    if (otherwise := known()) is not None:
+        return dict(otherwise)
     logger.warning(
         "%s: %s. So only the checkpoint's files were looked at; weights that are missing or have other shapes are found as they are loaded",
         config.model_type,
@@ -93,13 +100,19 @@ def _automatic_class(config: Any, trust_remote_code: bool) -> Any:
     return next((kind for kind in kinds if kind.__name__ in brought), None)
 
 
-def check_checkpoint(folder: str | Path, trust_remote_code: bool = False, needs_model: bool = False) -> Any:
+def check_checkpoint(
+    folder: str | Path,
+    trust_remote_code: bool = False,
+    needs_model: bool = False,
+    known: Callable[[], Mapping[str, Size] | None] = lambda: None,
+) -> Any:
     """Check a checkpoint folder against its own config.
 
     Args:
         folder: of the checkpoint.
         trust_remote_code: run the code that it brings.
         needs_model: as :func:`expected_tensors` has it.
+        known: as there.
 
     Returns:
         The transformers config.
@@ -126,7 +139,7 @@ def check_checkpoint(folder: str | Path, trust_remote_code: bool = False, needs_
         ) from error
     found, problems = _found_tensors(folder)
     if not problems:
-        expected = expected_tensors(config, trust_remote_code, needs_model)
+        expected = expected_tensors(config, trust_remote_code, needs_model, known)
         problems = [] if expected is None else _compare(expected, found)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

@@ -14,7 +14,7 @@ from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
-from ..trained import noted_formats
+from ..trained import noted_formats, require_no_adapters
 from .adapters import Adapters, has_adapters, is_adapted
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export, names_of
 from .merging import MergedWeights
@@ -60,6 +60,7 @@ class MegatronSource:
 
     Raises:
         RefitError: adapters that can't be merged; lists all reasons.
+        RefitMismatch: adapters over weights that are trained quantized.
     """
 
     def __init__(self, bridge: Any, model: list[Any], known: Survey | None = None):
@@ -73,6 +74,10 @@ class MegatronSource:
         self._adapters: Adapters | None = None
         self._merged: MergedWeights | None = None
         if has_adapters(self._tasks):
+            tasks = zip(self._tasks, self._enumeration.task_names, strict=True)
+            require_no_adapters(
+                self.trained_formats, {name for task, names in tasks if is_adapted(task) for name in names}
+            )
             self._adapters = Adapters(bridge, model, self._tasks, self.device)
             self._merged = MergedWeights(self._adapters, self._tasks, self.device)
         self._chosen: tuple[frozenset[str], list[Any]] = frozenset(), []
