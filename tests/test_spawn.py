@@ -48,6 +48,7 @@ def test_all_that_descends_from_a_session_is_forked_by_one_server_without_gpus_a
 def fail_on_rank_1(rank: int, way: str) -> int:
     import torch.distributed as dist
 
+    dist.barrier()  # a rank that still connects would be the first to fail
     if way == "sleep":
         time.sleep(120 if rank == 0 else 0)
     elif way == "die":
@@ -57,12 +58,10 @@ def fail_on_rank_1(rank: int, way: str) -> int:
         if rank == 1:
             raise KeyError("what rank 1 says")
         dist.barrier()
-    else:
-        dist.barrier()  # a rank that still connects would be the first to fail
-        if rank == 1 and way == "raise late":
-            dist.destroy_process_group()  # the second one raises
-        elif rank == 1:
-            util.Finalize(None, _crash if way == "crash late" else _hang, exitpriority=100)
+    elif rank == 1 and way == "raise late":
+        dist.destroy_process_group()  # the second one raises
+    elif rank == 1:
+        util.Finalize(None, _crash if way == "crash late" else _hang, exitpriority=100)
     return rank
 
 
