@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
 from typing import Any
@@ -27,6 +27,23 @@ def add_up(rank: int, offset: int) -> tuple[int, Any]:
 
 def test_results_come_back_by_rank_tensors_included() -> None:
     assert [(rank, int(total)) for rank, total in run_ranks(add_up, 2, 10)] == [(0, 21), (1, 21)]
+
+
+def gather(rank: int, sizes: Sequence[int]) -> list[list[Any]]:
+    import torch.distributed as dist
+
+    found = []
+    for size in sizes:
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, (rank, "x" * size * rank))
+        found.append(told)
+    return found
+
+
+def test_ranks_gather_objects_that_fit_into_one_collective_and_larger_ones() -> None:
+    sizes = [0, *range(4060, 4100), 100_000]  # with some bytes around them, 4096 fit
+    told = [[(0, ""), (1, "x" * size)] for size in sizes]
+    assert run_ranks(gather, 2, sizes) == [told, told]
 
 
 def tell_parents() -> tuple[list[str | None], int, int]:
