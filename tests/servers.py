@@ -129,6 +129,15 @@ class _VllmProcess(_Spawned):
                     Path(found[0]).unlink(missing_ok=True)
 
 
+class _OwnVllm(_VllmProcess):
+    """Starts a server with vLLM of its own, which finds this process's environment as it loads."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_servers"][VLLM]
+        return state
+
+
 def _end_with(files: list[int]) -> None:
     wait(files)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -156,3 +165,8 @@ def spawn_context() -> ForkServerContext:
 def vllm_context() -> ForkServerContext:
     """As :func:`spawn_context`, with vLLM in place of Megatron."""
     return processes(_VllmProcess)
+
+
+def own_vllm_context() -> ForkServerContext:
+    """As :func:`vllm_context`, of processes whose own ones come from another server, which loads by their environment."""
+    return processes(_OwnVllm)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
 from typing import Any
@@ -29,6 +29,23 @@ def test_results_come_back_by_rank_tensors_included() -> None:
     assert [(rank, int(total)) for rank, total in run_ranks(add_up, 2, 10)] == [(0, 21), (1, 21)]
 
 
+def gather(rank: int, sizes: Sequence[int]) -> list[list[Any]]:
+    import torch.distributed as dist
+
+    found = []
+    for size in sizes:
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, (rank, "x" * size * rank))
+        found.append(told)
+    return found
+
+
+def test_ranks_gather_objects_that_fit_into_one_collective_and_larger_ones() -> None:
+    sizes = [0, *range(4060, 4100), 100_000]  # with some bytes around them, 4096 fit
+    told = [[(0, ""), (1, "x" * size)] for size in sizes]
+    assert run_ranks(gather, 2, sizes) == [told, told]
+
+
 def tell_parents() -> tuple[list[str | None], int, int]:
     """Of this process, and of one that it starts itself."""
     settings = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
@@ -48,6 +65,7 @@ def test_all_that_descends_from_a_session_is_forked_by_one_server_without_gpus_a
 def fail_on_rank_1(rank: int, way: str) -> int:
     import torch.distributed as dist
 
+    dist.barrier()  # a rank that still connects would be the first to fail
     if way == "sleep":
         time.sleep(120 if rank == 0 else 0)
     elif way == "die":
@@ -57,12 +75,10 @@ def fail_on_rank_1(rank: int, way: str) -> int:
         if rank == 1:
             raise KeyError("what rank 1 says")
         dist.barrier()
-    else:
-        dist.barrier()  # a rank that still connects would be the first to fail
-        if rank == 1 and way == "raise late":
-            dist.destroy_process_group()  # the second one raises
-        elif rank == 1:
-            util.Finalize(None, _crash if way == "crash late" else _hang, exitpriority=100)
+    elif rank == 1 and way == "raise late":
+        dist.destroy_process_group()  # the second one raises
+    elif rank == 1:
+        util.Finalize(None, _crash if way == "crash late" else _hang, exitpriority=100)
     return rank
 
 

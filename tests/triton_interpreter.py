@@ -33,7 +33,36 @@ def _call(module: str, name: str, args: tuple[Any, ...]) -> None:
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     # Each sum and product would be made again in 64 bits, for an assertion that Triton makes in its debug mode alone.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _remember_types(import_module("triton.language.core"), interpreter)
     getattr(import_module(module), name)(*args)
+
+
+def _remember_types(core: Any, interpreter: Any) -> None:
+    """Make each type once, which Triton makes at each operation, and the names of tuples' types when they are asked for."""
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    make_block, numpy_dtype = core.block_type.__init__, interpreter._get_np_dtype
+    dtypes: dict[str, np.dtype[Any]] = {}
+
+    def of_block(self: Any, element_ty: Any, shape: Any) -> None:
+        kind = element_ty.name, *(core._unwrap_if_constexpr(side) for side in shape)
+        if kind not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[kind] = vars(self)
+        vars(self).update(blocks[kind])
+
+    def of_tuple(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def of_numpy(kind: Any) -> np.dtype[Any]:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(kind)
+        return dtypes[name]
+
+    core.block_type.__init__ = of_block
+    core.tuple_type.__init__ = of_tuple
+    core.tuple_type.name = property(lambda self: str(dict(zip(self.fields, self.types, strict=True))))
+    interpreter._get_np_dtype = of_numpy
 
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

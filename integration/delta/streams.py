@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..layout import Box, volume
@@ -47,11 +48,16 @@ class Stream:
     @classmethod
     def of(cls, messages: Iterable[Message]) -> Stream:
         """The stream of a pair's messages, in their order."""
-        segments = [s for message in messages for s in message.segments if volume(s.box)]
-        segments.sort(key=_itemsize, reverse=True)  # stable
+        sized = [
+            (segment.nbytes // elements, segment)
+            for message in messages
+            for segment in message.segments
+            if (elements := volume(segment.box))
+        ]
+        sized.sort(key=itemgetter(0), reverse=True)  # stable
         parts, cursor = [], 0
-        for segment in segments:
-            parts.append(Part(segment, cursor, _itemsize(segment)))
+        for itemsize, segment in sized:
+            parts.append(Part(segment, cursor, itemsize))
             cursor = aligned(cursor + segment.nbytes)
         return cls(tuple(parts), cursor)
 
@@ -117,7 +123,3 @@ def sent(plan: Plan) -> dict[MessageKey, Message]:
     """The messages of this rank's own bytes."""
     own = (message for messages in plan.sends for message in messages if not message.is_relay)
     return {(message.destination, message.round_index & ~1): message for message in own}
-
-
-def _itemsize(segment: Segment) -> int:
-    return segment.nbytes // volume(segment.box)

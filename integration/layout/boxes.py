@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise, product
-from math import prod
 
 Box = tuple[tuple[int, int], ...]
 
@@ -22,7 +21,12 @@ def box_of(shape: Sequence[int]) -> Box:
 
 def volume(box: Box) -> int:
     """Number of elements in ``box``; 1 for the box of a scalar (no dimensions), 0 if any range is empty."""
-    return prod(max(0, stop - start) for start, stop in box)
+    elements = 1
+    for start, stop in box:
+        if start >= stop:
+            return 0
+        elements *= stop - start
+    return elements
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlrefit.integration.layout import Fragment
+from rlrefit.workers.trainers.megatron import self_check
 from rlrefit.workers.trainers.megatron.rules import Refused, experts, fragments_of_task, state_space
 
 from . import mappings
@@ -115,6 +116,13 @@ def test_a_rule_places_what_its_mapping_class_converts_and_every_class_of_bridge
     name: str, tensor_parallel: Case, report: Report
 ) -> None:
     assert report.of(tensor_parallel)[name] == []
+
+
+def test_kinds_of_large_weights_are_tried_one_after_another_and_those_of_small_ones_at_once() -> None:
+    small, large = (1 << 10, 1 << 10), (1 << 13, 1 << 13)
+    shapes = {"a": [small], "b": [small], "c": [large], "d": [small], "e": [large, large], "f": [small]}
+    batches = self_check._batches((name, "Mapping", tuple(held)) for name, held in shapes.items())
+    assert [[name for name, *_ in batch] for batch in batches] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 def test_a_class_that_only_bears_a_known_name_is_refused() -> None:

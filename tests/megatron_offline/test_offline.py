@@ -51,8 +51,11 @@ PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
     "experts beside an MLP": ("gemma4-moe", TrainLayout(tp=2, pp=2, ep=4), 7),
     "a model as large as it is": ("qwen3-30b-a3b", TrainLayout(tp=2, ep=8, dp=4), 5),
 }
-# Left to make test-all: MTP layers are DeepSeek's too, and ranks of Bridge build these families in tests/families.
+# Left to make test-all: other cases have each part of these layouts; MTP layers are DeepSeek's too, and ranks of Bridge build these
+# families in tests/families.
 _MORE = {
+    "TP2 x ETP2",
+    "PP2, experts",
     "glm4_moe with MTP, 16 ranks",
     "transformers' own image encoder",
     "keys that are values",
@@ -78,14 +81,14 @@ def _real_layout(layout: TrainLayout) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one process to all questions, by case, and of the real ranks: what each tells of each case.
+    """Of one process to all questions, by case, and of the real ranks: by case what each tells.
 
     Attributes:
         stayed: whether the process that asked has neither Megatron nor a process group after it, if it had none before.
     """
 
     offline: dict[str, OfflineExport]
-    real: list[list[dict[str, Any]]]
+    real: dict[str, list[dict[str, Any]]]
     stayed: bool
 
 
@@ -131,23 +134,34 @@ def offload(model: list[Any]) -> None:
 
 
 def ask_all(folder: Path) -> Answers:
+    return _ask(folder, more=False)
+
+
+@of_all_tests
+def ask_more(folder: Path) -> Answers:
+    return _ask(folder, more=True)
+
+
+def _ask(folder: Path, *, more: bool) -> Answers:
     """One process answers all questions while two ranks build their models."""
     had_megatron = "megatron" in sys.modules
-    paths = {kind: str(make_model(kind, folder / kind, 0)) for kind in {kind for kind, _ in REAL.values()}}
+    built = {name: case for name, case in REAL.items() if (name in _MORE) == more}
+    paths = {kind: str(make_model(kind, folder / kind, 0)) for kind in {kind for kind, _ in built.values()}}
     questions = []
-    for kind, layout in REAL.values():
+    for kind, layout in built.values():
         # The configuration alone: nothing may come from the weights beside it.
         config = folder / f"{kind}-config.json"
         config.write_text((Path(paths[kind]) / "config.json").read_text())
         questions.append(OfflineQuestion(config, layout, (0, 1)))
-    predicted = [case for case in PREDICTED if case not in _MORE]
+    predicted = [case for case in PREDICTED if (case in _MORE) == more]
     questions += _predicted(predicted, folder)
-    cases = [(paths[kind], _real_layout(layout)) for kind, layout in REAL.values()]
-    offline, real = run_together(
+    cases = [(paths[kind], _real_layout(layout)) for kind, layout in built.values()]
+    offline, ranks = run_together(
         partial(ask_bridge, questions), partial(run_ranks, tell, 2, cases, timeout_s=PATIENT_S)
     )
     stayed = not dist.is_initialized() and ("megatron" in sys.modules) == had_megatron
-    return Answers(dict(zip([*REAL, *predicted], offline, strict=True)), real, stayed)
+    real = dict(zip(built, map(list, zip(*ranks, strict=True)), strict=True))
+    return Answers(dict(zip([*built, *predicted], offline, strict=True)), real, stayed)
 
 
 def _predicted(cases: Iterable[str], folder: Path) -> list[OfflineQuestion]:
@@ -159,12 +173,6 @@ def _predicted(cases: Iterable[str], folder: Path) -> list[OfflineQuestion]:
     return questions
 
 
-@of_all_tests
-def ask_more(folder: Path) -> dict[str, OfflineExport]:
-    cases = sorted(_MORE)
-    return dict(zip(cases, ask_bridge(_predicted(cases, folder)), strict=True))
-
-
 AHEAD = (ask_all, ask_more)
 
 
@@ -173,12 +181,17 @@ def answers(found_ahead: FoundAhead) -> Answers:
     return found_ahead.by(ask_all)
 
 
-@pytest.mark.parametrize("case", REAL)
-def test_the_export_and_each_ranks_part_of_it_are_those_of_real_ranks(case: str, answers: Answers) -> None:
-    told, number = answers.offline[case], list(REAL).index(case)
+@pytest.fixture
+def of_case(case: str, found_ahead: FoundAhead) -> Answers:
+    return found_ahead.by(ask_more if case in _MORE else ask_all)
+
+
+@pytest.mark.parametrize("case", left_to_all(REAL, _MORE))
+def test_the_export_and_each_ranks_part_of_it_are_those_of_real_ranks(case: str, of_case: Answers) -> None:
+    told = of_case.offline[case]
     specs = [spec.to_json() for spec in told.specs]
-    for rank, found in enumerate(answers.real):
-        real, predicted = found[number], told.ranks[rank]
+    for rank, real in enumerate(of_case.real[case]):
+        predicted = told.ranks[rank]
         assert specs == real["specs"]  # in its order
         assert {name for name, *_ in specs} == real["exported"]
         assert [(h.name, h.full_shape, h.box, h.dtype) for h in predicted.held] == real["held"]
@@ -189,11 +202,9 @@ def test_the_export_and_each_ranks_part_of_it_are_those_of_real_ranks(case: str,
 
 
 @pytest.mark.parametrize("case", left_to_all(PREDICTED, _MORE))
-def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(
-    case: str, answers: Answers, found_ahead: FoundAhead
-) -> None:
+def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, of_case: Answers) -> None:
     name, layout, rank = PREDICTED[case]
-    told = (found_ahead.by(ask_more) if case in _MORE else answers.offline)[case]
+    told = of_case.offline[case]
     model = _model(name)
     specs = model.specs()
     assert sorted(told.specs) == sorted(specs)

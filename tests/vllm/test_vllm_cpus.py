@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import mmap
-import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from vllm_ranks import Case, Layout
 from tests import vllm_cpu
 from tests.ahead import FoundAhead, left_to_all, of_all_tests
 from tests.families.checkpoints import write_pair
+from tests.servers import own_vllm_context
 from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -84,7 +84,7 @@ def refit_on_cpus(wanted: Sequence[str], folder: Path) -> dict[str, OfCpu]:
                 cases,
                 own_loader,
                 environment={vllm_cpu.VARIABLE: cpus[0]},
-                made_by=lambda: multiprocessing.get_context("spawn"),  # it starts a server of its own
+                made_by=own_vllm_context,
             )
     return found
 

@@ -27,11 +27,9 @@ WITH_EXPERTS = (
     *("gemma4-moe", GATELESS, f"{GATELESS}-latent"),
 )
 CASES = [f"{family} {layout}" for family in WITH_EXPERTS for layout in LAYOUTS]
-# Names of single experts and of all in one tensor; on one rank and on two, whose experts are cut or apart; without gates.
-_USUAL = {
-    *(f"qwen3_moe {layout}" for layout in LAYOUTS),
-    *("qwen3_5_moe-stacked TP2", "deepseek_v3 EP2", f"{GATELESS} TP2"),
-}
+# Names of single experts and of all in one tensor; experts that two ranks cut or hold apart; without gates. One rank takes whole what
+# two take in part.
+_USUAL = {"qwen3_moe TP2", "qwen3_moe EP2", "qwen3_5_moe-stacked TP2", f"{GATELESS} TP2"}
 _MORE = {*CASES} - _USUAL
 ALL = left_to_all(CASES, _MORE)
 

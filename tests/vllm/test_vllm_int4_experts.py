@@ -35,8 +35,9 @@ KIMI = {
 }
 # All matrices of its decoder layers are, as recipes have it, and with them what latent attention makes of one of them.
 LATENT = "Kimi-K2, latent attention"
-# Of stages, and of Kimi's what Kimi-K2.5 has with Marlin and a Qwen with Triton.
-_MORE = {"Marlin, stages", "Kimi-K2, Marlin", "Kimi-K2.5, Triton"}
+# Left to make test-engines and make test-all: Kimi-K2.5 has Marlin's experts, a Qwen Triton's, and linear layers in INT4 a module of
+# their own.
+_MORE = {"Marlin", "Marlin, stages", "Kimi-K2, Marlin", "Kimi-K2.5, Triton"}
 ALL = left_to_all([*CASES, *KIMI, LATENT], _MORE)
 Results = dict[str, list[Fp8Result]]
 # Of two ranks each has 96 columns of experts' second matrix, which cuts groups of 64.

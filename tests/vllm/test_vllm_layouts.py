@@ -103,14 +103,11 @@ UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
 # of them.
 _OF_EACH_KIND = {
     "nemotron_h",  # state spaces
-    "nemotron_h-latent",
     "qwen3_vl",  # images
-    "qwen3_moe",
     "qwen3_next",  # linear attention
     "gemma4-moe",  # keys that are values, and experts beside an MLP
     "gpt_oss",  # biases of experts, and sinks
     "deepseek_v3",  # latent attention, and biases of routers
-    "kimi_k25",
     "glm_moe_dsa",  # an indexer
 }
 IN_MORE_FAMILIES = [f"{family} TP2" for family in FAMILIES if family not in _OF_EACH_KIND]

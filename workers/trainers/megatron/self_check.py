@@ -8,9 +8,10 @@ through it, and the rule's fragments must hold exactly what came out.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from .rules import Refused, fits_any_shape, fragments_of_task, parameter_like
 
 # Sides of a probe whose shape is free: even, for gate and up, and not 1, which Bridge's stacking drops.
 _SIDE = 8
+# Elements of the weights that Bridge exports of probes of true shapes at once, unless one kind alone has more.
+_AT_ONCE = 1 << 26
 
 Kind = tuple[Any, ...]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,8 +58,7 @@ def disproved_tasks(bridge: Any, model: list[Any], enumeration: Enumeration) -> 
     served = {kind for found in everywhere for kind in found} - reasons.keys()
     any_shape = not changes_converted_weights(bridge)
     of_any_shape = [kind for kind in chosen if _is_small(tasks[chosen[kind][0]], any_shape)]
-    # Probes of true shapes may be large: one kind of them at a time.
-    batches = [of_any_shape, *([kind] for kind in chosen if kind not in of_any_shape)]
+    batches = [of_any_shape, *_batches(kind for kind in chosen if kind not in of_any_shape)]
     wrong: dict[Kind, str] = {}
     for batch in batches:
         indices = sorted(i for kind in batch if kind in served for i in chosen[kind])
@@ -67,6 +69,20 @@ def disproved_tasks(bridge: Any, model: list[Any], enumeration: Enumeration) -> 
     for found in everywhere:
         reasons |= found
     return {i: reasons[kind] for i, kind in enumerate(kinds) if kind in reasons}
+
+
+def _batches(kinds: Iterable[Kind]) -> list[list[Kind]]:
+    """Kinds whose probes have true shapes, which may be large: as many at once as fit into :data:`_AT_ONCE`; alike on all ranks."""
+    batches: list[list[Kind]] = []
+    room = 0
+    for kind in kinds:
+        elements = sum(math.prod(shape) for shape in kind[-1])
+        if not batches or elements > room:
+            batches.append([])
+            room = _AT_ONCE
+        batches[-1].append(kind)
+        room -= elements
+    return batches
 
 
 def changes_converted_weights(bridge: Any) -> bool:
