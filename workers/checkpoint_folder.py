@@ -80,7 +80,7 @@ def copy_own_code(name: str | Path) -> None:
             # Copies of what an engine is given by the hub's name have places of their own.
             for source in {str(folder), str(name)}:
                 # What is wrong with it is told where it is run, if it is.
-                with suppress(Exception):
+                with suppress(OSError, ImportError, ValueError):
                     dynamic_module_utils.get_cached_module_file(source, file)
 
 

@@ -25,6 +25,8 @@ from .making import Shapes
 
 # Parameters of codes, and of their scales.
 SCALES = {"weight_packed": "weight_scale"}
+# Which part of a weight a parameter has, in vLLM.
+_SHARD = ("tp_rank", "tp_size")
 SCALES_OF_EXPERTS = {"w13_weight_packed": "w13_weight_scale", "w2_weight_packed": "w2_weight_scale"}
 
 
@@ -168,4 +170,7 @@ def _unpacked(module: nn.Module, codes: str, format: Int4, kind: Callable[..., n
         plain = nn.Parameter(memory, requires_grad=False)
         vars(plain).update(vars(packed))
         return plain
-    return kind(data=memory, input_dim=1, output_dim=0, weight_loader=packed.weight_loader)
+    plain = kind(data=memory, input_dim=1, output_dim=0, weight_loader=packed.weight_loader)
+    # vLLM has layers that no tensor parallelism cuts, and their parameters say so.
+    vars(plain).update({name: held for name, held in vars(packed).items() if name in _SHARD})
+    return plain
