@@ -157,6 +157,15 @@ def test_nvfp4_is_refused_where_a_rank_would_train_or_hold_parts_of_blocks() -> 
     assert violations(model, TrainLayout(tp=2)) == violations(model, FsdpLayout(4)) == []
 
 
+@pytest.mark.parametrize("format", [Nvfp4(), Int4(32)])
+def test_weights_whose_rows_are_no_multiple_of_what_shares_a_scale_are_refused(
+    format: QuantizedFormat,
+) -> None:
+    config = BLOCK_CONFIGS["qwen3"] | {"intermediate_size": 100}
+    with pytest.raises(CatalogError, match="mlp.down_proj.weight has rows of 100 elements"):
+        Model("qwen3", config, quantize=format).specs()
+
+
 def _content(holdings: Holdings) -> tuple[dict[int, Any], dict[int, str]]:
     held = {int(i): (sorted(g.boxes), g.dtype) for g in holdings.groups for i in g.indices}
     return held, {int(i): reason for reason, indices in holdings.refused.items() for i in indices}

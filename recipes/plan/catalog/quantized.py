@@ -118,7 +118,7 @@ def quantized(
     """The same model with the linear layers of its decoder layers in a format, and their inputs where ``activations`` is true.
 
     Raises:
-        CatalogError: how vLLM holds this family in it is not known.
+        CatalogError: how vLLM holds this family in it is not known, or a weight's rows are no multiple of its groups.
     """
     known = _QUANTIZED_FAMILIES[format.kind]
     if family not in known:
@@ -164,7 +164,16 @@ def _quantized(unit: Unit, format: QuantizedFormat, activations: bool) -> Unit:
             linear = unit.kind == "weight"
         case _:
             linear = isinstance(unit, Stacked | Experts)
-    return Quantized(unit, format, activations) if linear else unit
+    if not linear:
+        return unit
+    for weight in unit.weights():
+        # Codes of a byte may leave a block half full.
+        if format.packed > 1 and weight.shape[-1] % format.block[1]:
+            raise CatalogError(
+                f"{weight.name} has rows of {weight.shape[-1]} elements, and {_NAMES[format.kind]} shares a scale among {format.block[1]}, as "
+                f"engines hold it; leave --quantize {option_of(format, activations)} out"
+            )
+    return Quantized(unit, format, activations)
 
 
 def _travelling(params: Iterable[Param], format: QuantizedFormat, activations: bool) -> Iterator[Param]:
