@@ -162,7 +162,7 @@ def test_weights_whose_rows_are_no_multiple_of_what_shares_a_scale_are_refused(
     format: QuantizedFormat,
 ) -> None:
     config = BLOCK_CONFIGS["qwen3"] | {"intermediate_size": 100}
-    with pytest.raises(CatalogError, match="mlp.down_proj.weight has rows of 100 elements"):
+    with pytest.raises(CatalogError, match="has rows of 100 elements"):
         Model("qwen3", config, quantize=format).specs()
 
 
