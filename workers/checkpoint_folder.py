@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Configuration, tokenizer, the index of the weights' files, and code that is run where it is trusted.
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
+# How long copies of such code may take.
+_COPYING_S = 300.0
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,32 +69,50 @@ def copy_own_code(name: str | Path) -> None:
         name: as :func:`checkpoint_folder` takes it.
 
     Raises:
-        CheckpointUnreachable: as :func:`checkpoint_folder`.
+        CheckpointUnreachable: as :func:`checkpoint_folder`, and where another process keeps the lock of the copies.
     """
+    from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock
     from transformers import dynamic_module_utils
 
     folder = checkpoint_folder(name, weights=False)
+    files = sorted(set(_own_code(folder)))
+    if not files:
+        return
     copies = Path(dynamic_module_utils.HF_MODULES_CACHE)
-    copies.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(copies / ".rlrefit.lock"):
-        for file in sorted(set(_own_code(folder))):
-            # Copies of what an engine is given by the hub's name have places of their own.
-            for source in {str(folder), str(name)}:
-                # What is wrong with it is told where it is run, if it is.
-                with suppress(OSError, ImportError, ValueError):
-                    dynamic_module_utils.get_cached_module_file(source, file)
+    lock = copies / ".rlrefit.lock"
+    try:
+        copies.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock, timeout=_COPYING_S):
+            for file in files:
+                # Copies of what an engine is given by the hub's name have places of their own.
+                for source in {str(folder), str(name)}:
+                    # Code may be wrong in any way, and need not be: what is wrong with it is told where it is run, if it is.
+                    with suppress(Exception):
+                        dynamic_module_utils.get_cached_module_file(source, file, local_files_only=True)
+    except Timeout as error:
+        raise CheckpointUnreachable(
+            f"{lock} has been held for {_COPYING_S:.0f} s, while another process copies the code that a checkpoint brings, or since one ended "
+            f"that did, so the code of {name} is not run here. Remove the file if no run is starting, or give HF_MODULES_CACHE a folder of its own"
+        ) from error
+    except OSError as error:
+        raise CheckpointUnreachable(
+            f"the code that {name} brings can't be copied to {copies} ({error}); give HF_MODULES_CACHE a folder that can be written"
+        ) from error
 
 
 def _own_code(folder: Path) -> Iterator[str]:
-    """The files that a checkpoint's configurations name, its model's and its tokenizer's among them; none of another checkpoint."""
+    """The files that a checkpoint's configurations name, its model's, its parts' and its tokenizer's; none of another checkpoint."""
     for path in folder.glob("*config.json"):
         # What can't be read is told by who needs it.
         with suppress(OSError, ValueError, AttributeError):
-            for named in (json.loads(path.read_text()).get("auto_map") or {}).values():
-                for reference in named if isinstance(named, list) else [named]:
-                    if reference and "--" not in reference:
-                        yield f"{reference.partition('.')[0]}.py"
+            config = json.loads(path.read_text())
+            for part in (config, *config.values()):
+                named = part.get("auto_map") if isinstance(part, dict) else None
+                for references in named.values() if isinstance(named, dict) else ():
+                    for reference in references if isinstance(references, list) else [references]:
+                        if isinstance(reference, str) and "--" not in reference:
+                            yield f"{reference.partition('.')[0]}.py"
 
 
 def ending_tokens(folder: Path) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Size
 
+from ...integration.quantize.nvfp4 import BLOCK as NVFP4_BLOCK
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..plan.catalog import (
     CatalogError,
@@ -34,8 +35,8 @@ from .weight_dtypes import qat_format
 _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-# Whose attention has windows or sinks as Megatron-Bridge builds it.
-_EXCHANGING = ("gpt_oss", "gemma3_text")
+# Families whose windows Megatron-Bridge 0.6.2 gives Transformer Engine, which exchanges heads for them in place of a ring, as for sinks.
+_EXCHANGING = ("gpt_oss", "gemma2", "gemma3_text", "mistral")
 # The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
 _DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
@@ -117,13 +118,18 @@ def _as_trained(config: TrainConfig, hf_config: dict[str, Any]) -> dict[str, Any
 def known_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Size] | None:
     """Names and shapes of an unquantized checkpoint's weights by the catalogue's arithmetic, without a class of the model.
 
-    None of a family that it does not have, and of a quantized checkpoint, which has other tensors.
+    Args:
+        config: the recipe.
+        hf_config: all keys of the checkpoint's configuration, with the defaults of its own class.
+
+    Returns:
+        None of a family that the catalogue does not have or can't lay out, and of a quantized checkpoint, which has other tensors.
     """
     if quantization_of(hf_config):
         return None
     try:
         specs = Model(config.model.path, _as_trained(config, dict(hf_config))).specs()
-    except CatalogError:
+    except (CatalogError, TypeError):  # a key may be null
         return None
     return {spec.name: Size(spec.shape) for spec in specs}
 
@@ -210,21 +216,33 @@ _READ_BY_SGLANG = {
 }
 
 
-def _int4_violations(
-    config: TrainConfig, hf_config: Mapping[str, Any], text: Mapping[str, Any]
+def _cut_groups(
+    config: TrainConfig, text: Mapping[str, Any], key: str, group: int, less: str
 ) -> Iterator[Violation]:
-    """Of an engine in INT4: encoders, and shards that cut groups of a row, which engines refuse or, of experts, may compute wrongly with."""
-    stored, group = "generation.weight_dtype", config.generation.weight_group
-    if text is not hf_config:
-        yield Violation(
-            (stored, "model.path"), f"{stored}: int4, but only models of text alone have run so; give auto"
+    """Shards that cut groups of a row, with which engines and quantized training refuse to compute, or of experts may compute wrongly."""
+    generation, trainer = config.generation, config.trainer
+    parts, own = generation.tensor_parallel, "generation.tensor_parallel"
+    out = "generation.vllm.enable_expert_parallel, generation.sglang.ep_size"
+    sides = [
+        (
+            "the engine",
+            own,
+            parts,
+            1 if generation.shares_experts else parts,
+            f", or share experts out ({out})",
         )
-    parts = config.generation.tensor_parallel
-    less = "give a smaller group"
-    spread = f"{less} or another generation.tensor_parallel"
-    of_experts = (
-        f"{spread}, or share experts out (generation.vllm.enable_expert_parallel, generation.sglang.ep_size)"
-    )
+    ]
+    if config.policy.qat != "off" and trainer.backend == "megatron":
+        of_experts = ", or trainer.expert_tensor_parallel=1"
+        sides.append(
+            (
+                "the trainer",
+                "trainer.tensor_parallel",
+                trainer.tensor_parallel,
+                trainer.expert_tensor_parallel,
+                of_experts,
+            )
+        )
     of_head = text.get("v_head_dim") or text.get("head_dim")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if isinstance(heads, int) and isinstance(of_head or hidden, int):
@@ -233,25 +251,33 @@ def _int4_violations(
         of_heads = None
     shared, inner = text.get("n_shared_experts"), text.get("moe_intermediate_size")
     of_shared = shared * inner if isinstance(shared, int) and isinstance(inner, int) else None
-    for name, total, size, remedy in (
-        ("hidden_size", hidden, 1, less),
-        ("num_attention_heads times their size", of_heads, parts, spread),
-        ("intermediate_size", text.get("intermediate_size"), parts, spread),
-        ("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size"), parts, spread),
-        ("n_shared_experts times moe_intermediate_size", of_shared, parts, spread),
-        (
-            "moe_intermediate_size",
-            inner,
-            1 if config.generation.shares_experts else parts,
-            of_experts,
-        ),
-    ):
-        if isinstance(total, int) and total % size == 0 and total // size % group:
-            yield Violation(
-                ("generation.weight_group", "generation.tensor_parallel", "model.path"),
-                f"generation.weight_group: {group}, but a rank of the engine has {total // size} of {name} {total}, which cuts groups that "
-                f"share a scale; {remedy}",
-            )
+    for side, tensor_parallel, parts, of_experts, otherwise in sides:
+        spread = f"{less} or another {tensor_parallel}"
+        for name, total, size, remedy in (
+            ("hidden_size", hidden, 1, less),
+            ("num_attention_heads times their size", of_heads, parts, spread),
+            ("intermediate_size", text.get("intermediate_size"), parts, spread),
+            ("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size"), parts, spread),
+            ("n_shared_experts times moe_intermediate_size", of_shared, parts, spread),
+            ("moe_intermediate_size", inner, of_experts, f"{spread}{otherwise}"),
+        ):
+            if isinstance(total, int) and total % size == 0 and total // size % group:
+                yield Violation(
+                    (key, tensor_parallel, "model.path"),
+                    f"{key}: a rank of {side} has {total // size} of {name} {total}, which cuts groups of {group} that share a scale; {remedy}",
+                )
+
+
+def _int4_violations(
+    config: TrainConfig, hf_config: Mapping[str, Any], text: Mapping[str, Any]
+) -> Iterator[Violation]:
+    """Of an engine in INT4: encoders, cut groups, and what SGLang does not build."""
+    stored, group = "generation.weight_dtype", config.generation.weight_group
+    if text is not hf_config:
+        yield Violation(
+            (stored, "model.path"), f"{stored}: int4, but only models of text alone have run so; give auto"
+        )
+    yield from _cut_groups(config, text, "generation.weight_group", group, "give a smaller group")
     if config.generation.backend == "sglang":
         unbuilt = [
             f"{what} ({', '.join(keys)})"
@@ -353,6 +379,8 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         )
     if config.generation.weight_dtype == "int4":
         found += _int4_violations(config, hf_config, text)
+    if config.policy.qat in ("w4a4", "w4a16"):
+        found += _cut_groups(config, text, "policy.qat", NVFP4_BLOCK, "give off")
     if config.generation.weight_dtype == "mxfp4":
         for wrong, problem in (
             (text.get("model_type") != "gpt_oss", "only GPT-OSS's experts are packed so; give auto"),
@@ -424,15 +452,16 @@ def _exchange_violations(config: TrainConfig, text: Mapping[str, Any]) -> Iterat
         config.trainer.context_parallel,
         config.trainer.tensor_parallel,
     )
-    groups = text.get("num_key_value_heads")
-    if text.get("model_type") not in _EXCHANGING or not isinstance(groups, int):
+    heads = text.get("num_key_value_heads")
+    exchanges = text.get("model_type") in _EXCHANGING and text.get("sliding_window")
+    if not exchanges or not isinstance(heads, int):
         return
-    own = max(1, groups // parts)
+    own = max(1, heads // parts)
     if own % size:
         yield Violation(
             (key, "trainer.tensor_parallel", "model.path"),
             f"{key}: {size}, but the model's attention has windows or sinks, for which ranks exchange heads, and of KV heads a rank has {own} "
-            f"(num_key_value_heads {groups}, trainer.tensor_parallel {parts}); give a divisor of {own}",
+            f"(num_key_value_heads {heads}, trainer.tensor_parallel {parts}); give a divisor of {own}",
         )
 
 

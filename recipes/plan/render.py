@@ -16,7 +16,7 @@ from ...integration.quantize.formats import Int4, Nvfp4
 from ...integration.weights.manifest import dtype_name
 from ..config.model import experts_of, quantization_of
 from ..terminal import plain_table, seconds, size
-from .catalog import Model
+from .catalog import Model, padded_by_marlin
 from .explain import Explanation
 from .sparse import Sparse
 from .study import Study
@@ -80,6 +80,13 @@ def show_study(console: Console, study: Study) -> None:
         console.print(
             "The prediction is of one copy into the engines' parameters, by either side. Where those of neither side can be mapped, "
             "bytes go through buckets and are copied twice.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if padded := padded_by_marlin(options.model, options.gen):
+        console.print(
+            f"warning: vLLM 0.21 does not load sizes with Marlin that its tiles do not divide ({escape(padded)}); take 0.26 or later, which pads them",
+            style="yellow",
             highlight=False,
             soft_wrap=True,
         )

@@ -17,7 +17,7 @@ from ...workers.checkpoint_folder import (
 )
 from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, brings_code, check_checkpoint
 from ..config.load import ConfigError, model_violations, resolve_data_path
-from ..config.model import known_weights, local_hf_config
+from ..config.model import known_weights
 from ..config.schema import TrainConfig
 from ..data.dataset import DataError
 from ..data.prompts import PromptDataset, PromptSampler, held_out, load_prompts
@@ -104,7 +104,7 @@ class RunInputs:
 
         if not is_hub_name(model_path):
             # Of a model whose code can't be run here, or is not brought.
-            known = partial(known_weights, config, local_hf_config(str(folder)) or {})
+            known = partial(known_weights, config)
             read("model.path", check_checkpoint, folder, trust, config.trainer.backend == "fsdp", known)
         prompts = [
             read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)

@@ -317,7 +317,7 @@ DENSE = {
 }
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
 WIDE = {**MOE, "intermediate_size": 256, "moe_intermediate_size": 192}
-OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8}
+OSS = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 8}
 SEEING = {"model_type": "vlm", "text_config": DENSE}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
 
@@ -337,6 +337,31 @@ SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
         ({"trainer.tensor_parallel": 2, "trainer.context_parallel": 4}, OSS, "a rank has 2 "),
         ({"trainer.tensor_parallel": 8, "trainer.context_parallel": 2}, OSS, "a rank has 1 "),
         ({"trainer.tensor_parallel": 2, "trainer.context_parallel": 4}, DENSE, ""),
+        *(
+            ({"trainer.tensor_parallel": 2, "trainer.context_parallel": 4}, DENSE | family, "a rank has 2 ")
+            for family in (
+                {"model_type": "gemma2", "sliding_window": 8},
+                {"model_type": "gemma3_text", "sliding_window": 8},
+                {"model_type": "mistral", "sliding_window": 8},
+            )
+        ),
+        # Mistral's later models have no window.
+        (
+            {"trainer.tensor_parallel": 2, "trainer.context_parallel": 4},
+            DENSE | {"model_type": "mistral", "sliding_window": None},
+            "",
+        ),
+        (VLLM | {"policy.qat": "w4a4"}, DENSE, ""),
+        (
+            VLLM | {"policy.qat": "w4a4", "trainer.tensor_parallel": 4},
+            DENSE,
+            "the trainer has 24 of intermediate_size",
+        ),
+        (
+            VLLM | {"policy.qat": "w4a4", "generation.tensor_parallel": 4},
+            DENSE,
+            "the engine has 24 of intermediate_size",
+        ),
         ({"trainer.expert_parallel": 2}, DENSE, "(qwen3) has no experts"),
         ({"trainer.expert_tensor_parallel": 2}, DENSE, "no experts"),
         ({"trainer.expert_parallel": 3}, MOE, "give a divisor of 8"),

@@ -250,6 +250,15 @@ def test_codes_and_scales_are_explained(
     assert [text for text in told if text not in out] == []
 
 
+def test_sizes_that_vllm_pads_for_marlin_are_told_with_the_release_that_does(plan) -> None:
+    def told(tp: int) -> str:
+        given = ("qwen3-30b-a3b", "fsdp=8", f"tp={tp}", "--quantize", "w4a16", "--compile-ranks", "1")
+        return str(plan(*given).out)
+
+    assert "2048 by 96 on a rank" in told(8)
+    assert "on a rank)" not in told(4)
+
+
 def test_a_scalar_of_a_weight_in_nvfp4_is_explained_as_it_is(plan, blocks: str) -> None:
     told = plan(blocks, "tp=4", "tp=2", "--quantize", "w4a4", "--explain", KEY_SCALES.replace("_inv", "_2"))
     assert told.code == 0

@@ -83,15 +83,18 @@ PADDED = {
     "Marlin's experts, padded": Case(MARLIN, True, True, sizes=(128, 96)),
     "Marlin's experts, padded, weights alone": Case(MARLIN, True, False, 1, 2, sizes=(192, 160)),
 }
-# CUTLASS pads block scales alone: of 160 and 704 rows, and of 10 and 22 columns.
+# CUTLASS pads block scales of 160 and 704 rows, and of 10 and 22 columns; and codes of 176 rows, and of 176 columns on one of two ranks.
 SWIZZLED = {
     kernel: Case(kernel, False, True, sizes=(160, 352))
     for kernel in (
         "Cutlass",
-        "FlashInferCutlass",
         "FlashInferCudnn",
         *(("FlashInferCuteDsl", "FlashInferB12x") if _pads() else ()),
     )
+}
+PADDED_BY_CUTLASS = {
+    "Cutlass, codes padded": Case("Cutlass", False, True, 1, 2, sizes=(160, 352)),
+    "FlashInferCutlass, codes padded": Case("FlashInferCutlass", False, True, sizes=(176, 176)),
 }
 CASES = {
     "emulation": Case(EMULATION, False, True),
@@ -101,6 +104,7 @@ CASES = {
     "Marlin's experts, weights alone": Case(MARLIN, True, False, 1, 2),
     **(PADDED if _pads() else {}),
     **SWIZZLED,
+    **PADDED_BY_CUTLASS,
 }
 # Those into which a trainer refits, too, which makes codes and scales of its weights on the way.
 SENT = [

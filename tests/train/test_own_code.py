@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 
@@ -15,7 +17,8 @@ from rlrefit.recipes.config.load import ConfigError, load_config
 from rlrefit.recipes.rollout.arguments import sglang_arguments, vllm_arguments
 from rlrefit.recipes.run.inputs import RunInputs
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from rlrefit.workers.checkpoint_folder import copy_own_code
+from rlrefit.workers import checkpoint_folder
+from rlrefit.workers.checkpoint_folder import CheckpointUnreachable, copy_own_code
 from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from tests.ahead import FoundAhead, Work, keeping_time, of_all_tests
 from tests.families.checkpoints import write_checkpoint
@@ -231,3 +234,31 @@ def test_code_of_tokenizers_and_of_the_hub_is_copied_where_it_is_and_none_is_run
         "modeling_own.py",
         "tokenization_own.py",
     }
+
+
+def test_code_that_does_not_parse_is_told_by_who_runs_it_alone(tmp_path: Path) -> None:
+    folder = write_with_code(tmp_path / "own_unparsed")
+    (folder / "modeling_own.py").write_text("def broken(:\n")
+    copy_own_code(folder)
+    assert check_checkpoint(folder, trust_remote_code=True).model_type == "own_qwen3"
+
+
+def test_copies_that_cannot_be_written_are_refused_where_there_is_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_with_code(tmp_path / "own_unwritten")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "file" / "modules"))
+    with pytest.raises(CheckpointUnreachable, match="HF_MODULES_CACHE"):
+        copy_own_code(folder)
+    copy_own_code(make_checkpoint("qwen3", tmp_path / "plain"))
+
+
+def test_a_lock_that_stays_held_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_with_code(tmp_path / "own_locked")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(checkpoint_folder, "_COPYING_S", 0.1)
+    lock = tmp_path / "modules" / ".rlrefit.lock"
+    lock.parent.mkdir()
+    with FileLock(lock), pytest.raises(CheckpointUnreachable, match=re.escape(str(lock))):
+        copy_own_code(folder)

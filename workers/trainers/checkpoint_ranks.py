@@ -47,8 +47,11 @@ def check_on_all_ranks(
         if trust_remote_code:
             copy_own_code(model_path)
         config = check_checkpoint(folder, trust_remote_code, needs_model) if weights else None
-    except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
-        fault = str(error)
+    except Exception as error:  # code that a checkpoint brings may raise anything, and the other ranks wait
+        told = isinstance(
+            error, OSError | ValueError
+        )  # transformers' own complaints about a config among them
+        fault = str(error) if told else f"{type(error).__name__}: {error}"
     faults: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
     for rank, text in enumerate(faults):

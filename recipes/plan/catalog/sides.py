@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ....integration.layout import Axes, Box
+from ....integration.quantize.formats import Nvfp4
 from ....integration.weights.holdings import HoldingGroup, Holdings, Positions
 from ....integration.weights.manifest import TensorSpec
 from .fsdp_units import FSDP_FAMILIES, fsdp_params
@@ -78,6 +79,21 @@ def violations(model: Model, layout: Layout) -> list[str]:
             for cut in cuts
         ]
     return list(dict.fromkeys(found))
+
+
+def padded_by_marlin(model: Model, layout: GenLayout) -> str:
+    """A matrix in NVFP4 of a rank that Marlin's tiles do not divide, with its sizes; empty if they divide all."""
+    if not isinstance(model.quantize, Nvfp4):
+        return ""
+    place = _place(model, layout, layout.coordinates(0))
+    for section in model.architecture.sections:
+        for unit in section.units:
+            for param in unit.unit.gen(place) if isinstance(unit, Quantized) else ():
+                rows, columns = param.shape[-2:]
+                # vLLM's marlin_padded_nk.
+                if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
+                    return f"{param.name}, {rows} by {columns} on a rank"
+    return ""
 
 
 def exported_specs(model: Model, layout: TrainLayout | FsdpLayout) -> list[TensorSpec]:

@@ -94,11 +94,10 @@ class Nvfp4:
     ) -> tuple[Mapping[str, Padded], Mapping[str, int]]:
         found: dict[str, Padded] = {}
         sizes: dict[str, int] = {}
-        if kernel == _CUTLASS:
-            name = "weight_scale"
-            dims = tuple(zip(loaded[name][0], getattr(live, name).shape, strict=True))
-            if any(size != whole for size, whole in dims):
-                found[name] = Padded(tuple((dim,) for dim in dims))
+        for name in ("weight", "weight_scale") if kernel == _CUTLASS else ():
+            whole = tuple(getattr(live, name).shape)
+            if whole != loaded[name][0]:
+                found[name] = Padded(tuple((dim,) for dim in zip(loaded[name][0], whole, strict=False)))
         for name, (shape, _) in loaded.items() if kernel == _MARLIN else ():
             if not name.endswith("weight"):
                 continue

@@ -31,7 +31,7 @@ def expected_tensors(
     config: Any,
     trust_remote_code: bool = False,
     needs_model: bool = False,
-    known: Callable[[], Mapping[str, Size] | None] = lambda: None,
+    known: Callable[[dict[str, Any]], Mapping[str, Size] | None] = lambda _: None,
 ) -> dict[str, Size] | None:
     """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
 
@@ -42,7 +42,7 @@ def expected_tensors(
         config: of the checkpoint.
         trust_remote_code: run the code that it brings.
         needs_model: whether training is impossible without transformers' class of the model, or the checkpoint's.
-        known: names and shapes without a class of the model, or None; asked where there is none that can be run.
+        known: names and shapes by the config's keys, without a class of the model, or None; asked where there is none that can be run.
 
     Returns:
         None if there is neither class, or if the checkpoint's can't be run here, and nothing is known besides.
@@ -64,7 +64,7 @@ def expected_tensors(
             problem = f"the code that it brings for its model, {brought[kind.__name__]}, can't be run here: {reason}"
     if needs_model:
         raise CheckpointMismatch(f"{config.model_type}: {problem}. {_MEND}")
-    if (otherwise := known()) is not None:
+    if (otherwise := known(config.to_dict())) is not None:
         return dict(otherwise)
     logger.warning(
         "%s: %s. So only the checkpoint's files were looked at; weights that are missing or have other shapes are found as they are loaded",
@@ -104,7 +104,7 @@ def check_checkpoint(
     folder: str | Path,
     trust_remote_code: bool = False,
     needs_model: bool = False,
-    known: Callable[[], Mapping[str, Size] | None] = lambda: None,
+    known: Callable[[dict[str, Any]], Mapping[str, Size] | None] = lambda _: None,
 ) -> Any:
     """Check a checkpoint folder against its own config.
 

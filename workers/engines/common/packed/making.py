@@ -148,7 +148,7 @@ class PackedForm:
         derived: what is made of :attr:`staged`.
         dtype: in which the layer computes.
         held: shape, strides and dtype of the parameters that the engine makes.
-        padded: those of :attr:`orders` that the kernel pads.
+        padded: those that the kernel pads.
         maps: what Marlin makes of block scales, where some of :attr:`orders` are changed.
     """
 
@@ -268,7 +268,9 @@ class Making:
         _, form = self._modules[module]
         if (module, parameter) in self._staged:
             return self._flat[self._staged[module, parameter]].view(form.loaded[parameter][0])
-        seen_otherwise = parameter in form.orders or self._has_other_view(module, parameter)
+        seen_otherwise = (
+            parameter in form.orders or parameter in form.padded or self._has_other_view(module, parameter)
+        )
         return self.as_loaded(module, parameter) if seen_otherwise else None
 
     def _has_other_view(self, module: str, parameter: str) -> bool:
