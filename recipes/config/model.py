@@ -36,7 +36,7 @@ _MOST_ON_CPUS = 1_000_000_000
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Families whose windows Megatron-Bridge 0.6.2 gives Transformer Engine, which exchanges heads for them in place of a ring, as for sinks.
-_EXCHANGING = ("gpt_oss", "gemma2", "gemma3_text", "mistral")
+_EXCHANGING = ("gpt_oss", "gemma3_text", "mistral")
 # The quant_method of checkpoints that Megatron-Bridge makes BF16 of as it loads some of its families.
 _DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 # By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.

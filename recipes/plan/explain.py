@@ -71,7 +71,7 @@ def _way(study: Study, entry: ManifestEntry) -> str:
     engines = f"engine rank {first}" if first == last else f"engine ranks {first}-{last}"
     if entry.route == "misc":
         gathers = "FSDP" if isinstance(study.options.train, FsdpLayout) else "Megatron-Bridge's export"
-        made = entry.spec.name in study.options.model.encoded()
+        made = entry.spec.name in study.options.model.travelling()
         done = "gathers its weight" if made else "gathers it"
         then = ", which quantize it" if made else ""
         return (

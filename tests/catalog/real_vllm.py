@@ -118,11 +118,12 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         manifest = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in case["manifest"]]
         loadable = parameters | dict(model.named_buffers())
         trace = trace_loader(model.load_weights, loadable, manifest)
+    idle = () if case["quantization"] is None else _IDLE
     landings = {
         name: [
             [landing.parameter, [list(side) for side in landing.box], landing.offset, list(landing.stride)]
             for landing in found
-            if not landing.parameter.endswith(_IDLE)
+            if not landing.parameter.endswith(idle)
         ]
         for name, found in trace.landings.items()
     }
@@ -133,13 +134,13 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         "parameters": {
             n: [list(p.shape), str(p.dtype)]
             for n, p in held.items()
-            if not n.endswith((*_CACHE_SCALES, *_IDLE)) and (n in reached or not n.endswith(".input_scale"))
+            if not n.endswith((*_CACHE_SCALES, *idle)) and (n in reached or not n.endswith(".input_scale"))
         },
         "landings": landings,
         "misc": {
             n: why
             for n, why in trace.misc_reasons.items()
-            if not (trace.touched[n] and all(p.endswith(_IDLE) for p in trace.touched[n]))
+            if not (trace.touched[n] and all(p.endswith(idle) for p in trace.touched[n]))
         },
     }
 

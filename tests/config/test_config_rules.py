@@ -340,7 +340,6 @@ SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
         *(
             ({"trainer.tensor_parallel": 2, "trainer.context_parallel": 4}, DENSE | family, "a rank has 2 ")
             for family in (
-                {"model_type": "gemma2", "sliding_window": 8},
                 {"model_type": "gemma3_text", "sliding_window": 8},
                 {"model_type": "mistral", "sliding_window": 8},
             )

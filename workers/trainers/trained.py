@@ -42,7 +42,7 @@ def require_no_adapters(trained: Mapping[str, Format], merged: Collection[str] |
     wrong = sorted(trained if merged is None else trained.keys() & merged)
     if not wrong:
         return
-    name = wrong[0]
+    name, more = wrong[0], len(wrong) - 1
     otherwise = (
         "and the adapter is sent alone (policy.refit.lora): the engine keeps the weights that it was started with, and nothing tells "
         "which codes these are"
@@ -50,8 +50,8 @@ def require_no_adapters(trained: Mapping[str, Format], merged: Collection[str] |
         else "to which the adapter is added; a refit would merge both first, and the engine would get codes of the sum"
     )
     raise RefitMismatch(
-        f"training computes with what {trained[name]} makes of it, {otherwise}. So it is with {len(wrong) - 1} more weights, and the engine would "
-        "generate by other weights than training computes with. Nothing was sent. Train all weights of this model, without adapters, or the "
+        f"training computes with what {trained[name].kind.upper()} makes of it, {otherwise}. {f'So it is with {more} more weights. ' if more else ''}"
+        "The engine would generate by other weights than training computes with. Nothing was sent. Train all weights of this model, without adapters, or the "
         "adapters over a model that is not trained quantized",
         stage="prepare",
         parameter=name,

@@ -17,7 +17,7 @@ import torch
 
 from ....integration.weights.manifest import TensorSpec
 from .families import architecture_of
-from .quantized import QuantizedFormat, encoded_names, quantized, quantized_names, travelling_specs
+from .quantized import QuantizedFormat, quantized, quantized_names, travelling_names, travelling_specs
 from .sections import Architecture, CatalogError, Section
 from .storage import Weight
 from .units import Place
@@ -87,9 +87,9 @@ class Model:
             return {}
         return dict.fromkeys(quantized_names(self.architecture), self.quantize)
 
-    def encoded(self) -> set[str]:
+    def travelling(self) -> set[str]:
         """What travels in these weights' place, by name."""
-        return encoded_names(self.architecture)
+        return travelling_names(self.architecture)
 
 
 def bundled_models() -> list[str]:

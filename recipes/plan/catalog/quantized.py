@@ -144,7 +144,7 @@ def quantized_names(architecture: Architecture) -> set[str]:
     return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.unit.weights()}
 
 
-def encoded_names(architecture: Architecture) -> set[str]:
+def travelling_names(architecture: Architecture) -> set[str]:
     """Names of what travels in their place."""
     return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.weights()}
 
