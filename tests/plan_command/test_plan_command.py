@@ -147,7 +147,15 @@ def test_a_recipe_is_planned_with_overrides_and_what_options_take_the_place_of_i
 
 
 def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) -> None:
-    recipe = ("--recipe", "grpo_qwen3_30b_a3b", "--compile-ranks", "1", "--json", "trainer=fsdp")
+    recipe = (
+        "--recipe",
+        "grpo_qwen3_4b",
+        "--compile-ranks",
+        "1",
+        "--json",
+        "trainer=fsdp",
+        "trainer.tensor_parallel=1",
+    )
     quantized = ("policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=fp8")
     told = plan(None, "", "", *recipe, *quantized)
     assert (told.code, told.json["quantize"]) == (0, "fp8")
@@ -250,13 +258,12 @@ def test_codes_and_scales_are_explained(
     assert [text for text in told if text not in out] == []
 
 
-def test_sizes_that_vllm_pads_for_marlin_are_told_with_the_release_that_does(plan) -> None:
-    def told(tp: int) -> str:
-        given = ("qwen3-30b-a3b", "fsdp=8", f"tp={tp}", "--quantize", "w4a16", "--compile-ranks", "1")
-        return str(plan(*given).out)
-
-    assert "2048 by 96 on a rank" in told(8)
-    assert "on a rank)" not in told(4)
+def test_sizes_that_vllm_pads_for_marlin_are_told_with_the_release_that_does(plan, blocks: str) -> None:
+    config = json.loads(Path(blocks).read_text())
+    Path(blocks).write_text(json.dumps(config | {"moe_intermediate_size": 192}))
+    for tp, told in ((1, False), (2, True)):
+        out = plan(blocks, "fsdp=2", f"tp={tp}", "--quantize", "w4a16").out
+        assert ("w2_weight, 256 by 96 on a rank" in out) == told
 
 
 def test_a_scalar_of_a_weight_in_nvfp4_is_explained_as_it_is(plan, blocks: str) -> None:
