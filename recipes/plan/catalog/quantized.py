@@ -91,10 +91,9 @@ class Quantized:
             _check_blocks(param, self.format, "vLLM holds")
             yield _stored(param, self.format, self.format.code_name_end, (1, self.format.packed))
             yield _stored(param, self.format, self.format.scale_name_end, self.format.block)
-            if self.format.has_global_scale:
-                yield _stored_scalars(param, "weight_scale_2")
-            if self.activations and len(param.shape) == 2:  # not of experts
-                yield _stored_scalars(param, "input_scale")
+            for kind in _scalars(self.format, self.activations):
+                if kind != "input_scale" or len(param.shape) == 2:  # not of experts
+                    yield _stored_scalars(param, kind)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         return self.unit.train_divisions(sizes)
@@ -141,15 +140,18 @@ def quantized(
 
 def quantized_names(architecture: Architecture) -> set[str]:
     """Hugging Face names of the weights that are quantized."""
-    return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.unit.weights()}
+    return {
+        hf + weight.name for hf, layers in quantized_layers(architecture) for weight in layers.unit.weights()
+    }
 
 
 def travelling_names(architecture: Architecture) -> set[str]:
     """Names of what travels in their place."""
-    return {hf + weight.name for hf, layers in _layers(architecture) for weight in layers.weights()}
+    return {hf + weight.name for hf, layers in quantized_layers(architecture) for weight in layers.weights()}
 
 
-def _layers(architecture: Architecture) -> Iterator[tuple[str, Quantized]]:
+def quantized_layers(architecture: Architecture) -> Iterator[tuple[str, Quantized]]:
+    """Units of quantized layers, with the prefix of their Hugging Face names."""
     for section in architecture.sections:
         for unit in section.units:
             if isinstance(unit, Quantized):
@@ -279,7 +281,7 @@ def _stored_scalars(param: Param, kind: str) -> Param:
     for number, (name, expert) in enumerate(weights):
         index: Index = expert if alone else (*expert, number % each)
         parts.append(Part(_scalar(name, kind), (), (), index))
-    own = param.name.removesuffix("weight") + kind if kind == "input_scale" else f"{param.name}_scale_2"
+    own = param.name.removesuffix("weight") + kind
     refused = tuple(_scalar(name, kind) for name in param.refused)
     shape = experts if alone else (*experts, each)
     return Param(own, shape, torch.float32, tuple(parts), refused, param.reason)

@@ -18,7 +18,7 @@ from ....integration.weights.manifest import TensorSpec
 from .fsdp_units import FSDP_FAMILIES, fsdp_params
 from .layouts import FsdpLayout, GenCoordinates, GenLayout, LayoutError, TrainCoordinates, TrainLayout
 from .model import Model
-from .quantized import Quantized, option_of
+from .quantized import Quantized, option_of, quantized_layers
 from .sections import Section, Stage
 from .storage import Param
 from .units import Mesh, Place, Shard, Unit
@@ -86,13 +86,12 @@ def padded_by_marlin(model: Model, layout: GenLayout) -> str:
     if not isinstance(model.quantize, Nvfp4):
         return ""
     place = _place(model, layout, layout.coordinates(0))
-    for section in model.architecture.sections:
-        for unit in section.units:
-            for param in unit.unit.gen(place) if isinstance(unit, Quantized) else ():
-                rows, columns = param.shape[-2:]
-                # vLLM's marlin_padded_nk.
-                if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
-                    return f"{param.name}, {rows} by {columns} on a rank"
+    for unit in dict.fromkeys(unit for _, unit in quantized_layers(model.architecture)):
+        for param in unit.unit.gen(place):
+            rows, columns = param.shape[-2:]
+            # vLLM's marlin_padded_nk.
+            if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
+                return f"{param.name}, {rows} by {columns} on a rank"
     return ""
 
 
